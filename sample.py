@@ -1,0 +1,67 @@
+"""
+Samples text from a checkpoint, as it comes.
+
+    python sample.py --out_dir=out/demo --start="In the beginning" --num_samples=3
+    python sample.py --out_dir=out/demo --start=FILE:prompt.txt --temperature=0
+
+Arguments are those of train.py: --key=value or --key value, or files of assignments.
+"""
+import os
+import sys
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from prepare import die, load_tokenizer
+from train import autocast, load_checkpoint, opt, parse_args, pick_device, pick_dtype, print_text
+
+
+@dataclass
+class SampleConfig:
+    out_dir: str = opt("out/demo", "folder of the checkpoint")
+    checkpoint: str = opt("best.pt", "which file in it, best.pt or last.pt")
+    start: str = opt("", "prompt, or FILE:path of one; empty: begin a document")
+    num_samples: int = opt(1, "texts to sample", low=1)
+    max_new_tokens: int = opt(500, "length of each, in tokens", low=0)
+    temperature: float = opt(0.8, "0: always the likeliest token", low=0)
+    top_k: Optional[int] = opt(200, "sample from the k likeliest tokens; None: from all", low=1)
+    top_p: Optional[float] = opt(None, "sample from the likeliest tokens that hold this probability; None: from all")
+    seed: int = opt(1337, "of the sampling", low=0)
+    device: str = opt("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
+    dtype: str = opt("auto", "'bfloat16' (autocast) or 'float32'; auto: bfloat16 where the hardware has it",
+                     ("auto", "bfloat16", "float32"))
+
+
+def read_prompt(start):
+    if not start.startswith("FILE:"):
+        return start
+    try:
+        with open(start[5:], encoding="utf-8") as f:
+            return f.read()
+    except (OSError, UnicodeDecodeError) as e:
+        die(f"cannot read the prompt --start={start}: {e}")
+
+
+def main():
+    cfg = parse_args(SampleConfig, sys.argv[1:])
+    if cfg.top_p is not None and not 0 < cfg.top_p <= 1:
+        die(f"top_p is {cfg.top_p}: it must be above 0 and at most 1")
+    prompt = read_prompt(cfg.start)
+    device = pick_device(cfg.device)
+    model, state = load_checkpoint(os.path.join(cfg.out_dir, cfg.checkpoint), device)
+    tokenizer = load_tokenizer(state["tokenizer"])
+    ids = tokenizer.encode(prompt) if prompt else [tokenizer.eot]
+    idx = torch.as_tensor(ids, device=device)[None]
+    torch.manual_seed(cfg.seed)
+    for i in range(cfg.num_samples):
+        if i:
+            print("-" * 80)
+        print(prompt, end="", flush=True)
+        with autocast(device, pick_dtype(cfg.dtype, device)):
+            print_text(tokenizer, (t.item() for t in model.stream(
+                idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p)))
+
+
+if __name__ == "__main__":
+    main()

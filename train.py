@@ -1,0 +1,530 @@
+"""
+Trains any variant of model.py, on one device or under torchrun.
+
+    python train.py                                            # config/demo.py: a few minutes on two CPU cores
+    python train.py config/ts.py --template=muon               # a recipe, with one setting changed
+    torchrun --nproc_per_node=8 train.py config/owt.py         # one node, eight GPUs
+
+Arguments are config files (plain assignments) and --key=value or --key value; a later one wins. Without a config file
+config/demo.py is read first. Writes best.pt, last.pt and metrics.jsonl into out_dir.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import json
+import math
+import os
+import sys
+import time
+import typing
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from typing import Optional
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from model import GPT, GPTConfig
+from prepare import OFFLINE, die, load_tokenizer, prepare, write_atomic
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+
+def opt(default, help, choices=None, low=None):
+    """A setting: its default, its one line of documentation, and what values it may have."""
+    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low))
+
+
+@dataclass
+class TrainConfig:
+    # data
+    dataset: str = opt("tinystories", "folder of train.bin, val.bin and meta.json below data_dir")
+    data_dir: str = opt("data", "where the datasets are")
+    out_dir: str = opt("out", "where best.pt, last.pt and metrics.jsonl go")
+    overwrite: bool = opt(False, "start anew in an out_dir that already holds a run, which is lost")
+    # model
+    template: str = opt("tmm", "residual template, a key of model.TEMPLATES")
+    attention: str = opt("softmax", "'softmax' or 'linear'")
+    aux_init: str = opt("auto", "start of the momentum stream: 'auto' (the template's own), 'embed' or 'zero'")
+    n_layer: int = opt(12, "blocks", low=1)
+    n_head: int = opt(12, "attention heads, and rows of the matrix templates", low=1)
+    n_embd: int = opt(768, "channels", low=1)
+    block_size: int = opt(1024, "tokens in a sequence", low=1)
+    dropout: float = opt(0.0, "dropout probability", low=0)
+    bias: bool = opt(False, "biases in linear layers and LayerNorms")
+    # batches
+    batch_size: int = opt(8, "sequences in a micro-batch", low=1)
+    gradient_accumulation_steps: int = opt(60, "micro-batches in a step, shared by all processes", low=1)
+    max_steps: int = opt(10_000, "optimizer steps", low=0)
+    seed: int = opt(42, "of the weights, the data order and dropout", low=0)
+    # optimizer
+    optimizer: str = opt("muon", "'muon' (matrices in blocks; AdamW for the rest) or 'adamw'", ("muon", "adamw"))
+    muon_lr: float = opt(0.02, "peak rate of Muon; a matrix of A x B moves by it times sqrt(max(1, A/B)), that is "
+                               "torch's adjust_lr_fn='original'", low=0)
+    learning_rate: float = opt(6e-4, "peak rate of AdamW", low=0)
+    scalar_lr: float = opt(3e-3, "peak rate of AdamW for the templates' scalars", low=0)
+    weight_decay: float = opt(0.1, "of AdamW on embeddings and matrices", low=0)
+    beta1: float = opt(0.9, "AdamW", low=0)
+    beta2: float = opt(0.95, "AdamW", low=0)
+    grad_clip: float = opt(1.0, "global gradient norm; 0: off", low=0)
+    warmup_steps: int = opt(1000, "linear warmup", low=0)
+    min_lr_ratio: float = opt(0.1, "rate at the end of the cosine, relative to the peak", low=0)
+    # evaluation and logging
+    eval_interval: int = opt(100, "steps between evaluations", low=1)
+    eval_iters: int = opt(160, "validation batches, the same ones each time and for every seed", low=1)
+    log_interval: int = opt(10, "steps between log lines", low=1)
+    sample_tokens: int = opt(0, "length of the text sampled at the end", low=0)
+    # system
+    device: str = opt("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
+    dtype: str = opt("auto", "'bfloat16' (autocast) or 'float32'; auto: bfloat16 where the hardware has it",
+                     ("auto", "bfloat16", "float32"))
+    compile: Optional[bool] = opt(None, "torch.compile; None: on cuda only")
+
+
+def convert(value, kind, where):
+    """A config file's value or a command line's string as a `kind`: bool, int, float, str or Optional of one."""
+    if type(None) in typing.get_args(kind):
+        if value is None or str(value).lower() == "none":
+            return None
+        kind = typing.get_args(kind)[0]
+    try:
+        if kind is str and isinstance(value, str):
+            return value
+        if kind is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
+        if kind in (int, float) and not isinstance(value, bool):
+            number = value if isinstance(value, int) else float(value)
+            if kind is float and math.isfinite(number):
+                return float(number)
+            if kind is int and number == int(number):
+                return int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        pass
+    die(f"{where} is {value!r}: it must be {'true or false' if kind is bool else f'of type {kind.__name__}'}")
+
+
+def read_config(path):
+    """The assignments of a config file, {key: value}. It is run without builtins: it can compute, not import."""
+    values = {}
+    try:
+        with open(path, encoding="utf-8") as f:
+            exec(compile(f.read(), path, "exec"), {"__builtins__": {}}, values)
+    except Exception as e:
+        die(f"cannot read config {path}: {e}")
+    return values
+
+
+def parse_args(cls, argv, default_config=None):
+    """An instance of the dataclass cls from config files and --key=value; later wins. Exits (2) on a wrong one."""
+    if "-h" in argv or "--help" in argv:
+        print_help(cls)
+    kinds, settings = typing.get_type_hints(cls), []            # settings: (key, value, where it was read)
+    args = list(argv)
+    if default_config and not any(a.endswith(".py") and not a.startswith("--") for a in args):
+        args.insert(0, default_config)
+    while args:
+        arg = args.pop(0)
+        key, equals, value = arg[2:].partition("=")
+        if not arg.startswith("--"):
+            settings += [(k, v, f"{k} in {arg}") for k, v in read_config(arg).items()]
+            continue
+        if not equals and (not args or args[0].startswith("--")):
+            die(f"{arg} has no value: write {arg}=VALUE")
+        settings.append((key, value if equals else args.pop(0), f"--{key}"))
+    values = {}
+    for key, value, where in settings:
+        if key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1)
+            die(f"unknown setting {where}{f': did you mean {near[0]}?' if near else ''} (see --help)")
+        values[key] = convert(value, kinds[key], where)
+    check(cls, values)
+    return cls(**values)
+
+
+def check(cls, values):
+    for field in fields(cls):
+        value, choices, low = values.get(field.name), field.metadata["choices"], field.metadata["low"]
+        if value is None:
+            continue
+        if choices and value not in choices:
+            die(f"{field.name} is {value!r}: it must be one of {', '.join(choices)}")
+        if low is not None and value < low:
+            die(f"{field.name} is {value}: it must be at least {low}")
+
+
+def print_help(cls):
+    print(sys.modules[cls.__module__].__doc__)
+    for field in fields(cls):
+        print(f"  --{field.name}={field.default}\n        {field.metadata['help']}")
+    raise SystemExit(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+class Split:
+    """The token file of one split, cut into blocks of block_size + 1 tokens. Block number i of the training run is a
+    pure function of (seed, i): an epoch visits each block once in a seeded order, and starts at a seeded offset."""
+
+    def __init__(self, path, dtype, block_size, seed):
+        self.path, self.dtype, self.T, self.seed = path, dtype, block_size, seed
+        self.size = os.path.getsize(path) // np.dtype(dtype).itemsize
+        self.blocks = max(1, (self.size - block_size) // (block_size + 1))      # as many for every offset
+        self.order = lru_cache(maxsize=2)(self._order)
+
+    def _order(self, epoch):
+        rng = np.random.default_rng([self.seed, epoch])
+        offset = rng.integers(min(self.T, self.size - self.blocks * (self.T + 1)) + 1)
+        return offset + rng.permutation(self.blocks) * (self.T + 1)
+
+    def starts(self, first, count):
+        """Where blocks first ... first + count - 1 of the run begin in the file."""
+        return [int(self.order(i // self.blocks)[i % self.blocks]) for i in range(first, first + count)]
+
+    def batch(self, first, count, device):
+        """Blocks first ... first + count - 1 as inputs and targets, each (count, T) int64 on the device."""
+        data = np.memmap(self.path, self.dtype, "r")            # opened anew: a kept one grows as its pages are read
+        block = torch.from_numpy(np.stack([data[i:i + self.T + 1] for i in self.starts(first, count)]).astype(np.int64))
+        if device.type == "cuda":
+            block = block.pin_memory().to(device, non_blocking=True)
+        else:
+            block = block.to(device)
+        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+
+def load_meta(folder):
+    """meta.json of a prepared dataset, checked against its token files. Exits (2) if it is missing or torn."""
+    path = os.path.join(folder, "meta.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            meta = json.load(f)
+        for split in ("train", "val"):
+            size, item = os.path.getsize(os.path.join(folder, f"{split}.bin")), np.dtype(meta["dtype"]).itemsize
+            if size != meta[f"{split}_tokens"] * item:
+                die(f"{folder}/{split}.bin has {size} bytes, meta.json says {meta[f'{split}_tokens']} x {item}: "
+                    "prepare it again")
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        die(f"no dataset in {folder} ({e}): make it with python prepare.py {os.path.basename(folder)} --out={folder}")
+    return meta
+
+
+def open_data(cfg):
+    """(train Split, val Split, meta). A dataset that needs no network is made where it is missing."""
+    folder = os.path.join(cfg.data_dir, cfg.dataset)
+    if cfg.dataset in OFFLINE and not os.path.exists(os.path.join(folder, "meta.json")) and local_rank() == 0:
+        prepare(cfg.dataset, out=folder)
+    barrier()
+    meta = load_meta(folder)
+    for split in ("train", "val"):
+        if meta[f"{split}_tokens"] < cfg.block_size + 1:
+            die(f"{folder}/{split}.bin has {meta[f'{split}_tokens']} tokens: block_size {cfg.block_size} needs at least "
+                f"{cfg.block_size + 1}, name a smaller block_size or prepare more text")
+    train, val = (Split(os.path.join(folder, f"{split}.bin"), meta["dtype"], cfg.block_size, seed)
+                  for split, seed in (("train", cfg.seed), ("val", 0)))
+    return train, val, meta
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes and devices
+
+
+def local_rank():
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def barrier():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def all_sum(t):
+    """The sum of a tensor over all processes."""
+    if dist.is_initialized():
+        dist.all_reduce(t)
+    return t
+
+
+def pick_device(name):
+    """A torch.device; 'auto' is cuda, else mps, else cpu. Exits (2) if there is no such device here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(f"cuda:{local_rank()}" if name == "cuda" else name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        die(f"device is '{name}': it cannot be used here ({str(e).splitlines()[0]}), try --device=auto")
+    return device
+
+
+def pick_dtype(name, device):
+    """'bfloat16' or 'float32'; 'auto' is bfloat16 where the device computes with it in hardware."""
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has = torch.cpu.get_capabilities().get
+        fast = device.type == "cpu" and bool(has("avx512_bf16") or has("amx_bf16") or has("bf16"))
+    return "bfloat16" if fast else "float32"
+
+
+def autocast(device, dtype):
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def compile_model(model, x, y, amp):
+    """The model compiled and run once on a batch; the model itself, with a warning, where that does not work."""
+    try:
+        compiled = torch.compile(model, fullgraph=True)
+        with torch.random.fork_rng(), amp:
+            compiled(x, y)[1].backward()
+    except Exception as e:
+        print(f"warning: torch.compile does not work here, running without it ({str(e).strip().splitlines()[0]})",
+              file=sys.stderr)
+        compiled = model
+    model.zero_grad(set_to_none=True)
+    return compiled
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers
+
+
+def param_groups(model):
+    """{name: parameters}: matrices (2-D, inside the blocks), embeddings (the tied head among them), norms (gains and
+    biases), scalars (*_raw). Each parameter is in exactly one."""
+    groups = dict(matrices=[], embeddings=[], norms=[], scalars=[])
+    for name, p in model.named_parameters():                    # lists the tied head once, as wte
+        kind = ("scalars" if name.endswith("_raw") else "norms" if p.ndim == 1 else
+                "matrices" if name.startswith("transformer.h.") else "embeddings")
+        groups[kind].append((name, p))
+    ids = [id(p) for group in groups.values() for _, p in group]
+    assert sorted(ids) == sorted(id(p) for p in set(model.parameters())), "groups must partition the parameters"
+    return groups
+
+
+def make_optimizers(model, cfg, device):
+    """[AdamW] or [Muon, AdamW] as in [TMM, D.3]. Every group keeps its peak rate as base_lr."""
+    groups = param_groups(model)
+    rates = dict(matrices=(cfg.learning_rate, cfg.weight_decay), embeddings=(cfg.learning_rate, cfg.weight_decay),
+                 norms=(cfg.learning_rate, 0.0), scalars=(cfg.scalar_lr, 0.0))
+    optimizers = []
+    if cfg.optimizer == "muon":
+        matrices = [dict(params=groups.pop("matrices"), name="matrices", base_lr=cfg.muon_lr)]
+        optimizers.append(torch.optim.Muon(matrices, lr=cfg.muon_lr, weight_decay=0.0, momentum=0.95, nesterov=True,
+                                           adjust_lr_fn="original"))
+    optimizers.append(torch.optim.AdamW(
+        [dict(params=params, name=name, base_lr=rates[name][0], weight_decay=rates[name][1])
+         for name, params in groups.items() if params],
+        lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=device.type in ("cpu", "cuda")))
+    return optimizers
+
+
+def schedule(step, cfg):
+    """The multiplier of every rate at a step: linear warmup, then a cosine to min_lr_ratio at max_steps."""
+    if step < cfg.warmup_steps:
+        return (step + 1) / cfg.warmup_steps
+    progress = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+    return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation and checkpoints
+
+
+@torch.no_grad()
+def evaluate(model, split, cfg, device, amp, rank=0, world=1):
+    """Mean loss in nats per token over the first eval_iters batches of the split, shared by all processes."""
+    size = min(cfg.batch_size, split.blocks)
+    count = min(cfg.eval_iters, split.blocks // size)
+    total = torch.zeros(2, device=device)                       # sum of losses, batches
+    model.eval()
+    for i in range(rank, count, world):
+        with amp:
+            total += torch.stack([model(*split.batch(i * size, size, device))[1], torch.ones((), device=device)])
+    model.train()
+    loss, n = all_sum(total).tolist()
+    return loss / n
+
+
+def checkpoint(model, optimizers, cfg, meta, step, best, val_loss):
+    """All that a run is, as plain types and tensors: torch.load(path, weights_only=True) reads it."""
+    return dict(model=model.state_dict(), model_config=asdict(model.config), tokenizer=meta["tokenizer"],
+                optimizers=[o.state_dict() for o in optimizers], config=asdict(cfg), step=step,
+                val_loss=val_loss, best_val_loss=best)
+
+
+def save(path, state):
+    try:
+        with write_atomic(path) as f:
+            torch.save(state, f)
+    except (OSError, RuntimeError) as e:
+        die(f"cannot save {path} ({e}): free the disk or name another out_dir; the file before is intact")
+
+
+def load_checkpoint(path, device):
+    """(model in eval mode on the device, the checkpoint's dict). Exits (2) if the file is not one of ours."""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        model = GPT(GPTConfig(**state["model_config"]))
+        model.load_state_dict(state["model"])
+        return model.to(device).eval(), state
+    except FileNotFoundError:
+        die(f"no checkpoint {path}: train one first (python train.py) or name its folder with --out_dir")
+    except Exception as e:
+        die(f"{path} is not a checkpoint of this project ({str(e).splitlines()[0]}): name another file")
+
+
+def print_text(tokenizer, tokens):
+    """Prints ids as they come; a character of several bytes appears with its last one."""
+    import codecs
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in tokens:
+        print(decoder.decode(tokenizer.decode([token])), end="", flush=True)
+    print(decoder.decode(b"", final=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def make_model(cfg, meta):
+    """The model that the settings name, for the dataset's vocabulary. Exits (2) where GPTConfig raises ValueError."""
+    shared = {f.name for f in fields(GPTConfig)} & {f.name for f in fields(TrainConfig)}
+    try:
+        return GPT(GPTConfig(vocab_size=meta["vocab_size"], tokenizer_size=meta["tokenizer_size"],
+                             **{name: getattr(cfg, name) for name in shared}))
+    except ValueError as e:
+        die(str(e))
+
+
+def open_out(cfg):
+    """Makes out_dir and returns a function that appends one object to its metrics.jsonl."""
+    path = os.path.join(cfg.out_dir, "metrics.jsonl")
+    old = [name for name in ("metrics.jsonl", "last.pt", "best.pt") if os.path.exists(os.path.join(cfg.out_dir, name))]
+    if old and not cfg.overwrite:
+        die(f"out_dir {cfg.out_dir} already holds a run ({', '.join(old)}): name another --out_dir, or lose it with "
+            "--overwrite=true")
+    try:
+        os.makedirs(cfg.out_dir, exist_ok=True)
+        for name in old:
+            os.remove(os.path.join(cfg.out_dir, name))
+        log = open(path, "a", encoding="utf-8", buffering=1)    # a line at a time
+    except OSError as e:
+        die(f"cannot write to out_dir {cfg.out_dir} ({e}): name another --out_dir")
+    return lambda **row: log.write(json.dumps(row) + "\n")
+
+
+def clock(seconds):
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+
+def main():
+    cfg = parse_args(TrainConfig, sys.argv[1:], os.path.join(os.path.dirname(__file__), "config", "demo.py"))
+
+    # one process, or one of many under torchrun
+    device = pick_device(cfg.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")              # TF32 where a product stays float32
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    master = rank == 0
+    accumulation, rest = divmod(cfg.gradient_accumulation_steps, world)
+    if rest:
+        die(f"gradient_accumulation_steps is {cfg.gradient_accumulation_steps}: it must be a multiple of the number of "
+            f"processes, {world}")
+
+    # data, model, optimizers
+    train, val, meta = open_data(cfg)
+    log = open_out(cfg) if master else None
+    torch.manual_seed(cfg.seed)
+    raw_model = model = make_model(cfg, meta).to(device)
+    torch.manual_seed(cfg.seed + rank)                          # each process its own dropout
+    dtype = pick_dtype(cfg.dtype, device)
+    amp = autocast(device, dtype)
+    if cfg.compile or (cfg.compile is None and device.type == "cuda"):
+        model = compile_model(raw_model, *train.batch(0, cfg.batch_size, device), amp)
+    forward = model                                             # for evaluation: without DDP
+    if dist.is_initialized():
+        model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
+    optimizers = make_optimizers(raw_model, cfg, device)
+    sequences = cfg.batch_size * cfg.gradient_accumulation_steps
+    if master:
+        print(f"{cfg.template}, {cfg.attention} attention: {raw_model.num_params():,} parameters; {cfg.dataset}: "
+              f"{meta['train_tokens']:,} tokens, {meta['tokenizer']}; {sequences * cfg.block_size:,} tokens a step")
+        print(f"{world} x {device.type}, {dtype}, {'compiled' if forward is not raw_model else 'not compiled'}")
+
+    best, step, busy, row = math.inf, 0, 0.0, {}
+    while True:
+        last = step == cfg.max_steps
+
+        # evaluate and save
+        if last or step % cfg.eval_interval == 0:
+            val_loss = evaluate(forward, val, cfg, device, amp, rank, world)
+            improved, best = val_loss < best, min(best, val_loss)
+            if master:
+                print(f"step {step:6d}  val loss {val_loss:.4f}{'  (best)' if improved else ''}")
+                log(step=step, val_loss=val_loss)
+                state = checkpoint(raw_model, optimizers, cfg, meta, step, best, val_loss)
+                for name in ["best.pt"] * improved + ["last.pt"]:
+                    save(os.path.join(cfg.out_dir, name), state)
+            barrier()
+        if last:
+            break
+
+        # one step on the global batch, of which each process has its share
+        start = time.perf_counter()
+        rate = schedule(step, cfg)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["base_lr"]
+        loss = torch.zeros((), device=device)
+        for micro in range(accumulation):
+            first = step * sequences + (micro * world + rank) * cfg.batch_size
+            x, y = train.batch(first, cfg.batch_size, device)
+            quiet = model.no_sync() if world > 1 and micro < accumulation - 1 else contextlib.nullcontext()
+            with quiet:
+                with amp:
+                    micro_loss = model(x, y)[1] / accumulation
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        if cfg.grad_clip:
+            torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step += 1
+
+        # log: the only place where the host waits for the device
+        if step % cfg.log_interval == 0 or step == cfg.max_steps:
+            train_loss = all_sum(loss).item() / world
+        busy += time.perf_counter() - start
+        if step % cfg.log_interval == 0 or step == cfg.max_steps:
+            if master:
+                speed = step * sequences * cfg.block_size / busy
+                left = busy / step * (cfg.max_steps - step)
+                print(f"step {step:6d}  loss {train_loss:.4f}  rate x{rate:.3f}  {speed:,.0f} tokens/s  {clock(left)} left")
+                log(step=step, train_loss=train_loss, tokens=step * sequences * cfg.block_size, seconds=round(busy, 3),
+                    tokens_per_second=round(speed, 1),
+                    lr={g["name"]: g["lr"] for o in optimizers for g in o.param_groups})
+
+    if master:
+        print(f"best val loss {best:.4f} nats per token; checkpoints in {cfg.out_dir}")
+        if cfg.sample_tokens:
+            tokenizer = load_tokenizer(meta["tokenizer"])
+            prompt = torch.tensor([[tokenizer.eot]], device=device)
+            raw_model.eval()
+            print_text(tokenizer, (t.item() for t in raw_model.stream(prompt, cfg.sample_tokens)))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
