@@ -333,7 +333,7 @@ class GPTConfig:
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd is {self.n_embd}: it must be a multiple of n_head, {self.n_head}")
         if self.aux_init != "auto" and "embed" not in TEMPLATES[self.template].streams.values():
-            raise ValueError(f"aux_init is '{self.aux_init}': template {self.template} has no such stream, leave 'auto'")
+            raise ValueError(f"aux_init is '{self.aux_init}': {self.template} has no such stream, leave 'auto'")
 
 
 class GPT(nn.Module):
@@ -417,8 +417,8 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
         """Prompts (B, T) -> (B, T + max_new_tokens).
 
-        temperature 0 takes the likeliest token and draws no random number; top_k keeps the k likeliest tokens, top_p the
-        likeliest ones that together hold that probability. A long prompt is read from its last block_size tokens. Ids
+        temperature 0 takes the likeliest token and draws no random number; top_k keeps the k likeliest tokens, top_p
+        the likeliest ones that together hold that probability. A long prompt is read from its last block_size tokens. Ids
         at or above config.tokenizer_size are never sampled. Dropout is off meanwhile. Raises ValueError for
         temperature < 0, top_k < 1, top_p outside (0, 1] and an empty prompt.
         """

@@ -34,9 +34,9 @@ from prepare import OFFLINE, die, load_tokenizer, prepare, write_atomic
 # Settings
 
 
-def opt(default, help, choices=None, low=None):
+def opt(default, help, choices=None, low=None, high=None):
     """A setting: its default, its one line of documentation, and what values it may have."""
-    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low))
+    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
 
 
 @dataclass
@@ -54,7 +54,7 @@ class TrainConfig:
     n_head: int = opt(12, "attention heads, and rows of the matrix templates", low=1)
     n_embd: int = opt(768, "channels", low=1)
     block_size: int = opt(1024, "tokens in a sequence", low=1)
-    dropout: float = opt(0.0, "dropout probability", low=0)
+    dropout: float = opt(0.0, "dropout probability", low=0, high=1)
     bias: bool = opt(False, "biases in linear layers and LayerNorms")
     # batches
     batch_size: int = opt(8, "sequences in a micro-batch", low=1)
@@ -68,11 +68,11 @@ class TrainConfig:
     learning_rate: float = opt(6e-4, "peak rate of AdamW", low=0)
     scalar_lr: float = opt(3e-3, "peak rate of AdamW for the templates' scalars", low=0)
     weight_decay: float = opt(0.1, "of AdamW on embeddings and matrices", low=0)
-    beta1: float = opt(0.9, "AdamW", low=0)
-    beta2: float = opt(0.95, "AdamW", low=0)
+    beta1: float = opt(0.9, "of AdamW", low=0, high=0.9999)
+    beta2: float = opt(0.95, "of AdamW", low=0, high=0.9999)
     grad_clip: float = opt(1.0, "global gradient norm; 0: off", low=0)
     warmup_steps: int = opt(1000, "linear warmup", low=0)
-    min_lr_ratio: float = opt(0.1, "rate at the end of the cosine, relative to the peak", low=0)
+    min_lr_ratio: float = opt(0.1, "rate at the end of the cosine, relative to the peak", low=0, high=1)
     # evaluation and logging
     eval_interval: int = opt(100, "steps between evaluations", low=1)
     eval_iters: int = opt(160, "validation batches, the same ones each time and for every seed", low=1)
@@ -115,7 +115,7 @@ def read_config(path):
             exec(compile(f.read(), path, "exec"), {"__builtins__": {}}, values)
     except Exception as e:
         die(f"cannot read config {path}: {e}")
-    return values
+    return {k: v for k, v in values.items() if k != "__doc__"}
 
 
 def parse_args(cls, argv, default_config=None):
@@ -147,13 +147,15 @@ def parse_args(cls, argv, default_config=None):
 
 def check(cls, values):
     for field in fields(cls):
-        value, choices, low = values.get(field.name), field.metadata["choices"], field.metadata["low"]
+        value, choices, low, high = values.get(field.name), *(field.metadata[k] for k in ("choices", "low", "high"))
         if value is None:
             continue
         if choices and value not in choices:
             die(f"{field.name} is {value!r}: it must be one of {', '.join(choices)}")
         if low is not None and value < low:
             die(f"{field.name} is {value}: it must be at least {low}")
+        if high is not None and value > high:
+            die(f"{field.name} is {value}: it must be at most {high}")
 
 
 def print_help(cls):
@@ -197,6 +199,12 @@ class Split:
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
 
+def micro_batches(step, cfg, rank, world):
+    """The first block of each micro-batch that a process takes of a step: all of them together are the global batch."""
+    return [(step * cfg.gradient_accumulation_steps + i) * cfg.batch_size
+            for i in range(rank, cfg.gradient_accumulation_steps, world)]
+
+
 def load_meta(folder):
     """meta.json of a prepared dataset, checked against its token files. Exits (2) if it is missing or torn."""
     path = os.path.join(folder, "meta.json")
@@ -222,8 +230,8 @@ def open_data(cfg):
     meta = load_meta(folder)
     for split in ("train", "val"):
         if meta[f"{split}_tokens"] < cfg.block_size + 1:
-            die(f"{folder}/{split}.bin has {meta[f'{split}_tokens']} tokens: block_size {cfg.block_size} needs at least "
-                f"{cfg.block_size + 1}, name a smaller block_size or prepare more text")
+            die(f"{folder}/{split}.bin has {meta[f'{split}_tokens']} tokens: block_size {cfg.block_size} needs at "
+                f"least {cfg.block_size + 1}, name a smaller block_size or prepare more text")
     train, val = (Split(os.path.join(folder, f"{split}.bin"), meta["dtype"], cfg.block_size, seed)
                   for split, seed in (("train", cfg.seed), ("val", 0)))
     return train, val, meta
@@ -436,16 +444,15 @@ def main():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     master = rank == 0
-    accumulation, rest = divmod(cfg.gradient_accumulation_steps, world)
-    if rest:
+    if cfg.gradient_accumulation_steps % world:
         die(f"gradient_accumulation_steps is {cfg.gradient_accumulation_steps}: it must be a multiple of the number of "
             f"processes, {world}")
 
     # data, model, optimizers
     train, val, meta = open_data(cfg)
-    log = open_out(cfg) if master else None
     torch.manual_seed(cfg.seed)
     raw_model = model = make_model(cfg, meta).to(device)
+    log = open_out(cfg) if master else None
     torch.manual_seed(cfg.seed + rank)                          # each process its own dropout
     dtype = pick_dtype(cfg.dtype, device)
     amp = autocast(device, dtype)
@@ -486,13 +493,12 @@ def main():
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["base_lr"]
         loss = torch.zeros((), device=device)
-        for micro in range(accumulation):
-            first = step * sequences + (micro * world + rank) * cfg.batch_size
+        firsts = micro_batches(step, cfg, rank, world)
+        for first in firsts:
             x, y = train.batch(first, cfg.batch_size, device)
-            quiet = model.no_sync() if world > 1 and micro < accumulation - 1 else contextlib.nullcontext()
-            with quiet:
+            with model.no_sync() if world > 1 and first != firsts[-1] else contextlib.nullcontext():
                 with amp:
-                    micro_loss = model(x, y)[1] / accumulation
+                    micro_loss = model(x, y)[1] / len(firsts)
                 micro_loss.backward()
             loss += micro_loss.detach()
         if cfg.grad_clip:
@@ -510,7 +516,8 @@ def main():
             if master:
                 speed = step * sequences * cfg.block_size / busy
                 left = busy / step * (cfg.max_steps - step)
-                print(f"step {step:6d}  loss {train_loss:.4f}  rate x{rate:.3f}  {speed:,.0f} tokens/s  {clock(left)} left")
+                print(f"step {step:6d}  loss {train_loss:.4f}  rate x{rate:.3f}  {speed:,.0f} tokens/s  "
+                      f"{clock(left)} left")
                 log(step=step, train_loss=train_loss, tokens=step * sequences * cfg.block_size, seconds=round(busy, 3),
                     tokens_per_second=round(speed, 1),
                     lr={g["name"]: g["lr"] for o in optimizers for g in o.param_groups})

