@@ -67,7 +67,7 @@ def newton_schulz(m, H):
     Y = Y.mT if tall else Y                                     # rows on the smaller side
     Y = Y / torch.linalg.vector_norm(Y, dim=(1, 2), keepdim=True).clamp_min(1e-12)
     I = torch.eye(Y.size(1), dtype=Y.dtype, device=Y.device)
-    A = torch.bmm(Y, Y.mT)                                      # bmm: fewer autograd nodes than @
+    A, P = torch.bmm(Y, Y.mT), None                             # bmm: fewer autograd nodes than @
     for k in range(5):
         Q = torch.bmm(2.0315 * A - 4.7750 * I, A) + 3.4445 * I
         P = torch.bmm(Q, P) if k else Q
@@ -329,6 +329,13 @@ class GPTConfig:
         for name, known in (("template", TEMPLATES), ("attention", ATTENTION), ("aux_init", ("auto", "embed", "zero"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is '{getattr(self, name)}': it must be one of {', '.join(known)}")
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"dropout is {self.dropout}: it must be 0 to 1")
+        if self.tokenizer_size is not None and not 0 < self.tokenizer_size <= self.vocab_size:
+            raise ValueError(f"tokenizer_size is {self.tokenizer_size}: it must be 1 to vocab_size, {self.vocab_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd is {self.n_embd}: it must be a multiple of n_head, {self.n_head}")
         if self.aux_init != "auto" and "embed" not in TEMPLATES[self.template].streams.values():
@@ -431,9 +438,9 @@ class GPT(nn.Module):
 
 def sample(logits, temperature, top_k, top_p):
     """Logits (B, V) -> token ids (B, 1)."""
-    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+    if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
         raise ValueError(f"temperature {temperature}, top_k {top_k}, top_p {top_p}: they must be >= 0, >= 1, in (0, 1]")
-    if temperature == 0:
+    if temperature < 1e-6:                                      # 0, or so small that the division would overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
     if top_k is not None:
@@ -442,6 +449,6 @@ def sample(logits, temperature, top_k, top_p):
     p = logits.softmax(dim=-1)
     if top_p is not None:
         ordered, order = p.sort(dim=-1, descending=True)
-        beyond = ordered.cumsum(dim=-1) - ordered >= top_p      # the likelier ones already hold top_p
+        beyond = ordered.cumsum(dim=-1) - ordered >= max(top_p, 1e-6)   # the likelier ones already hold top_p
         p = p.scatter(-1, order, ordered.masked_fill(beyond, 0.0))
     return torch.multinomial(p, 1)

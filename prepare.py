@@ -78,10 +78,19 @@ USE_FILES = "connect to the network, or pass its parquet files with --files"
 
 
 def die(message):
-    """For what a user can cause: one line on stderr (of rank 0), exit code 2, no traceback. Raises SystemExit."""
-    if os.environ.get("RANK", "0") == "0":
+    """For what a user can cause: one line on stderr (once a node), exit code 2, no traceback. Raises SystemExit."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         tqdm.write(f"error: {' '.join(message.split())}", file=sys.stderr)  # clears a progress bar, unlike print
     raise SystemExit(2)
+
+
+def start(main):
+    """Runs main; Ctrl-C ends it quietly, and a character that the terminal lacks is shown as '?'."""
+    sys.stdout.reconfigure(errors="replace")
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 @contextlib.contextmanager
@@ -481,4 +490,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -13,7 +13,7 @@ from typing import Optional
 
 import torch
 
-from prepare import die, load_tokenizer
+from prepare import die, load_tokenizer, start
 from train import autocast, load_checkpoint, opt, parse_args, pick_device, pick_dtype, print_text
 
 
@@ -28,7 +28,7 @@ class SampleConfig:
     top_k: Optional[int] = opt(200, "sample from the k likeliest tokens; None: from all", low=1)
     top_p: Optional[float] = opt(None, "sample from the likeliest tokens that hold this probability; None: from all",
                                  low=0, high=1)
-    seed: int = opt(1337, "of the sampling", low=0)
+    seed: int = opt(1337, "of the sampling", low=0, high=2 ** 63)
     device: str = opt("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
     dtype: str = opt("auto", "'bfloat16' (autocast) or 'float32'; auto: bfloat16 where the hardware has it",
                      ("auto", "bfloat16", "float32"))
@@ -65,4 +65,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,8 @@ import torch.nn.functional as F
 import prepare as P
 import sample as S
 import train as T
-from model import (ATTENTION, GPT, TEMPLATES, GPTConfig, SoftmaxAttention, Substep, linear_attention, newton_schulz,
-                   sample, whiten)
+from model import ATTENTION, GPT, TEMPLATES, GPTConfig, SoftmaxAttention, Substep
+from model import linear_attention, newton_schulz, sample, whiten
 
 ROOT = Path(__file__).parent
 torch.set_num_threads(1)                                        # the shapes here are too small to share
@@ -103,6 +102,9 @@ def test_config_refuses_what_cannot_be():
         GPTConfig(template="sgd")
     with pytest.raises(ValueError, match="softmax, linear"):
         GPTConfig(attention="flash")
+    for bad in (dict(n_layer=0), dict(n_head=-1), dict(dropout=1.5), dict(tokenizer_size=99, vocab_size=64)):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} is"):
+            GPTConfig(**bad)
     with pytest.raises(ValueError, match="n_embd is 30"):
         GPTConfig(n_embd=30, n_head=4)
     for template in set(TEMPLATES) - set(MOMENTUM):
@@ -418,7 +420,8 @@ def test_sampling_rules():
     assert seen(0.01, None, None) == {0}
     share = (sample(torch.tensor([[math.log(3), 0.0]]).repeat(8000, 1), 1.0, None, None) == 0).float().mean()
     assert share.item() == pytest.approx(0.75, abs=0.02)
-    for bad in ((-1.0, None, None), (1.0, 0, None), (1.0, None, 0.0), (1.0, None, 1.1)):
+    assert seen(1e-45, None, None) == {0} and seen(1.0, None, 1e-300) == {0}
+    for bad in ((-1.0, None, None), (math.nan, None, None), (1.0, 0, None), (1.0, None, 0.0), (1.0, None, 1.1)):
         with pytest.raises(ValueError):
             sample(logits, *bad)
 
@@ -467,14 +470,16 @@ def test_arguments_that_are_right():
     assert config("--max_steps=7", "a.py").max_steps == 40      # later wins
     assert config("--data_dir=123").data_dir == "123"
     assert [config(f"--compile={v}").compile for v in ("none", "1", "0", "True")] == [None, True, False, True]
-    assert T.parse_args(T.TrainConfig, ["--seed=1"], str(ROOT / "config" / "demo.py")).n_embd == 128
+    for args, width in ((["--seed=1"], 128), (["--out_dir", "a.py"], 128), (["a.py"], 768)):
+        assert T.parse_args(T.TrainConfig, args, str(ROOT / "config" / "demo.py")).n_embd == width
 
 
 @pytest.mark.parametrize("args, says", [
     (["--max_step=3"], "did you mean max_steps?"), (["a.py"], "unknown setting learning_rat in a.py"),
     (["--max_steps=1.5"], "--max_steps is '1.5'"), (["--max_steps=x"], "type int"), (["--bias=maybe"], "true or false"),
     (["--learning_rate=nan"], "--learning_rate is 'nan'"), (["--learning_rate=inf"], "type float"),
-    (["--seed"], "no value"), (["--seed", "--bias=1"], "--seed has no value"), (["b.py"], "cannot read config b.py"),
+    (["--seed"], "no value"), (["--seed", "--bias=1"], "--seed has no value"), (["--seed=1e30"], "at most"),
+    (["b.py"], "cannot read config b.py"),
     (["--n_layer=0"], "at least 1"), (["--optimizer=sgd"], "muon, adamw"), (["--max_steps=none"], "type int"),
     (["c.py"], "c.py"), (["d.py"], "out_dir in d.py"), (["e.py"], "e.py"),
     (["--dropout=-0.1"], "at least 0"), (["--dropout=1.5"], "at most 1")])
@@ -508,7 +513,7 @@ def test_recipes(recipe, steps, warmup, muon_lr):
 
 def split(n, block_size, seed=7):
     np.arange(n, dtype=np.uint16).tofile("order.bin")
-    return T.Split("order.bin", "uint16", block_size, seed)
+    return T.Split("order.bin", dict(dtype="uint16", vocab_size=1000), block_size, seed)
 
 
 def test_an_epoch_visits_every_block_once():
@@ -704,6 +709,12 @@ def test_data_that_is_missing_or_short(capsys):
     with open("data/text/train.bin", "ab") as f:
         f.write(b"1")
     assert "train.bin has" in refused(capsys, T.open_data, config("--dataset=text"))
+    assert "make it with python prepare.py text FILE..." in refused(capsys, T.open_data, config("--dataset=mine"))
+    meta = json.loads(Path("data/text/meta.json").read_text())
+    for wrong in (dict(dtype="float16"), dict(tokenizer="foo"), dict(tokenizer=["byte"]), dict(vocab_size=64), []):
+        Path("data/text/meta.json").write_text(json.dumps({**meta, **wrong} if wrong else wrong))
+        assert "no usable dataset in data/text" in refused(capsys, T.open_data, config("--dataset=text"))
+    assert "order.bin holds id 1000" in refused(capsys, split(1001, 1000).batch, 0, 1, torch.device("cpu"))
     P.prepare("kjv", out="data/other")
     cfg = config("--dataset=kjv", "--data_dir=elsewhere")       # made where it is missing
     assert T.open_data(cfg)[2]["train_tokens"] == 3978910 and Path("elsewhere/kjv/val.bin").exists()
@@ -714,13 +725,31 @@ def test_other_errors_are_one_line(capsys, monkeypatch):
     start = lambda args: refused(capsys, train_here, monkeypatch, f"{SMALL} {args}")
     assert "must be one of vanilla, hb" in start("--template=sgd")
     assert "multiple of n_head" in start("--n_head=5")
-    assert "device is 'tpu'" in start("--device=tpu")
+    assert "device is 'tpu'" in start("--device=tpu") and "device is 'meta'" in start("--device=meta")
     assert "aux_init" in start("--template=vanilla --aux_init=zero")
     assert not Path("out").exists()                             # nothing was begun
     Path("file").write_text("x")
     assert "out_dir file/x" in start("--out_dir=file/x")
-    Path("broken.pt").write_bytes(b"PK\x03\x04 not a checkpoint")
-    assert "broken.pt is not a checkpoint" in refused(capsys, T.load_checkpoint, "broken.pt", "cpu")
+    for content in (b"", b"PK\x03\x04 not a checkpoint", b"text"):
+        Path("broken.pt").write_bytes(content)
+        assert "broken.pt is not a checkpoint" in refused(capsys, T.load_checkpoint, "broken.pt", "cpu")
+    torch.save(dict(model_config=dict(template="tmm")), "foreign.pt")
+    assert "foreign.pt is not a checkpoint" in refused(capsys, T.load_checkpoint, "foreign.pt", "cpu")
+
+
+def test_divergence_stops_before_it_is_saved(capsys, monkeypatch):
+    corpus()
+    args = f"{SMALL} --optimizer=adamw --max_steps=3 --eval_interval=1 --log_interval=10"
+    train_here(monkeypatch, args)
+    before = Path("out/last.pt").read_bytes()
+    whole = T.evaluate
+    monkeypatch.setattr(T, "evaluate", lambda *a: math.nan)
+    assert "validation loss is nan at step 0" in refused(capsys, train_here, monkeypatch, args + " --overwrite=true")
+    assert Path("out/last.pt").read_bytes() == before and len(metrics("out")[1]) == 4
+    monkeypatch.setattr(T, "evaluate", whole)
+    line = refused(capsys, train_here, monkeypatch, args + " --out_dir=far --learning_rate=1e30")
+    assert "diverged" in line and all(math.isfinite(r["val_loss"]) for r in metrics("far")[1])
+    assert all(p.isfinite().all() for p in T.load_checkpoint("far/best.pt", "cpu")[0].parameters())
 
 
 def test_processes_must_divide_the_accumulation():
@@ -1121,8 +1150,8 @@ def test_unreachable_hub(capsys, monkeypatch):
     assert "cannot read allenai/c4 validation (name not known): connect" in fails(capsys, "c4")
 
 
-def test_only_rank_0_speaks(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+def test_only_one_process_of_a_node_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit) as stop:
         P.die("message")
     assert stop.value.code == 2 and capsys.readouterr().err == ""

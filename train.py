@@ -15,6 +15,7 @@ import difflib
 import json
 import math
 import os
+import pickle
 import sys
 import time
 import typing
@@ -29,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
 
 from model import GPT, GPTConfig
-from prepare import OFFLINE, die, load_tokenizer, prepare, write_atomic
+from prepare import DATASETS, OFFLINE, TOKENIZERS, die, load_tokenizer, prepare, start, write_atomic
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
@@ -61,7 +62,7 @@ class TrainConfig:
     batch_size: int = opt(8, "sequences in a micro-batch", low=1)
     gradient_accumulation_steps: int = opt(60, "micro-batches in a step, shared by all processes", low=1)
     max_steps: int = opt(10_000, "optimizer steps", low=0)
-    seed: int = opt(42, "of the weights, the data order and dropout", low=0)
+    seed: int = opt(42, "of the weights, the data order and dropout", low=0, high=2 ** 63)
     # optimizer
     optimizer: str = opt("muon", "'muon' (matrices in blocks; AdamW for the rest) or 'adamw'", ("muon", "adamw"))
     muon_lr: float = opt(0.02, "peak rate of Muon; a matrix of A x B moves by it times sqrt(max(1, A/B)), that is "
@@ -113,7 +114,7 @@ def read_config(path):
     """The assignments of a config file, {key: value}. It is run without builtins: it can compute, not import."""
     values = {}
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8-sig") as f:
             exec(compile(f.read(), path, "exec"), {"__builtins__": {}}, values)
     except Exception as e:
         die(f"cannot read config {path}: {e}")
@@ -125,18 +126,19 @@ def parse_args(cls, argv, default_config=None):
     if "-h" in argv or "--help" in argv:
         print_help(cls)
     kinds, settings = typing.get_type_hints(cls), []            # settings: (key, value, where it was read)
-    args = list(argv)
-    if default_config and not any(a.endswith(".py") and not a.startswith("--") for a in args):
-        args.insert(0, default_config)
+    args, configs = list(argv), []
     while args:
         arg = args.pop(0)
         key, equals, value = arg[2:].partition("=")
         if not arg.startswith("--"):
+            configs.append(arg)
             settings += [(k, v, f"{k} in {arg}") for k, v in read_config(arg).items()]
             continue
         if not equals and (not args or args[0].startswith("--")):
             die(f"{arg} has no value: write {arg}=VALUE")
         settings.append((key, value if equals else args.pop(0), f"--{key}"))
+    if default_config and not configs:
+        settings = [(k, v, f"{k} in {default_config}") for k, v in read_config(default_config).items()] + settings
     values = {}
     for key, value, where in settings:
         if key not in kinds:
@@ -175,9 +177,10 @@ class Split:
     """The token file of one split, cut into blocks of block_size + 1 tokens. Block number i of the training run is a
     pure function of (seed, i): an epoch visits each block once in a seeded order, and starts at a seeded offset."""
 
-    def __init__(self, path, dtype, block_size, seed):
-        self.path, self.dtype, self.T, self.seed = path, dtype, block_size, seed
-        self.size = os.path.getsize(path) // np.dtype(dtype).itemsize
+    def __init__(self, path, meta, block_size, seed):
+        self.path, self.dtype, self.vocab_size = path, meta["dtype"], meta["vocab_size"]
+        self.T, self.seed = block_size, seed
+        self.size = os.path.getsize(path) // np.dtype(self.dtype).itemsize
         self.blocks = max(1, (self.size - block_size) // (block_size + 1))      # as many for every offset
         self.order = lru_cache(maxsize=2)(self._order)
 
@@ -193,7 +196,10 @@ class Split:
     def batch(self, first, count, device):
         """Blocks first ... first + count - 1 as inputs and targets, each (count, T) int64 on the device."""
         data = np.memmap(self.path, self.dtype, "r")            # opened anew: a kept one grows as its pages are read
-        block = torch.from_numpy(np.stack([data[i:i + self.T + 1] for i in self.starts(first, count)]).astype(np.int64))
+        block = np.stack([data[i:i + self.T + 1] for i in self.starts(first, count)]).astype(np.int64)
+        if block.max() >= self.vocab_size:
+            die(f"{self.path} holds id {block.max()}, meta.json says vocab_size {self.vocab_size}: prepare it again")
+        block = torch.from_numpy(block)
         if device.type == "cuda":
             block = block.pin_memory().to(device, non_blocking=True)
         else:
@@ -209,17 +215,20 @@ def micro_batches(step, cfg, rank, world):
 
 def load_meta(folder):
     """meta.json of a prepared dataset, checked against its token files. Exits (2) if it is missing or torn."""
-    path = os.path.join(folder, "meta.json")
+    name = os.path.basename(folder)
+    remedy = f"python prepare.py {name if name in DATASETS and name != 'text' else 'text FILE...'} --out={folder}"
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
             meta = json.load(f)
+        if (meta["dtype"] not in ("uint16", "uint32") or meta["tokenizer"] not in TOKENIZERS
+                or not 0 < meta["tokenizer_size"] <= meta["vocab_size"]):
+            raise ValueError("dtype, tokenizer, tokenizer_size or vocab_size in meta.json is wrong")
         for split in ("train", "val"):
             size, item = os.path.getsize(os.path.join(folder, f"{split}.bin")), np.dtype(meta["dtype"]).itemsize
             if size != meta[f"{split}_tokens"] * item:
-                die(f"{folder}/{split}.bin has {size} bytes, meta.json says {meta[f'{split}_tokens']} x {item}: "
-                    "prepare it again")
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        die(f"no dataset in {folder} ({e}): make it with python prepare.py {os.path.basename(folder)} --out={folder}")
+                raise ValueError(f"{split}.bin has {size} bytes, not {meta[f'{split}_tokens']} x {item}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        die(f"no usable dataset in {folder} ({reason(e)}): make it with {remedy}")
     return meta
 
 
@@ -234,13 +243,18 @@ def open_data(cfg):
         if meta[f"{split}_tokens"] < cfg.block_size + 1:
             die(f"{folder}/{split}.bin has {meta[f'{split}_tokens']} tokens: block_size {cfg.block_size} needs at "
                 f"least {cfg.block_size + 1}, name a smaller block_size or prepare more text")
-    train, val = (Split(os.path.join(folder, f"{split}.bin"), meta["dtype"], cfg.block_size, seed)
+    train, val = (Split(os.path.join(folder, f"{split}.bin"), meta, cfg.block_size, seed)
                   for split, seed in (("train", cfg.seed), ("val", 0)))
     return train, val, meta
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Processes and devices
+
+
+def reason(e):
+    """An exception in at most 200 characters of one line."""
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}" if str(e) else type(e).__name__
 
 
 def local_rank():
@@ -263,11 +277,13 @@ def pick_device(name):
     """A torch.device; 'auto' is cuda, else mps, else cpu. Exits (2) if there is no such device here."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.split(":")[0] not in ("cpu", "cuda", "mps"):
+        die(f"device is '{name}': it must be auto, cpu, cuda or mps")
     try:
         device = torch.device(f"cuda:{local_rank()}" if name == "cuda" else name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as e:
-        die(f"device is '{name}': it cannot be used here ({str(e).splitlines()[0]}), try --device=auto")
+        die(f"device is '{name}': it cannot be used here ({reason(e)}), try --device=auto")
     return device
 
 
@@ -294,8 +310,7 @@ def compile_model(model, x, y, amp):
         with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), amp:
             compiled(x, y)[1].backward()
     except Exception as e:
-        print(f"warning: torch.compile does not work here, running without it ({str(e).strip().splitlines()[0]})",
-              file=sys.stderr)
+        print(f"warning: torch.compile does not work here, running without it ({reason(e)})", file=sys.stderr)
         compiled = model
     model.zero_grad(set_to_none=True)
     return compiled
@@ -393,11 +408,14 @@ def load_checkpoint(path, device):
         state = torch.load(path, map_location=device, weights_only=True)
         model = GPT(GPTConfig(**state["model_config"]))
         model.load_state_dict(state["model"])
+        if load_tokenizer(state["tokenizer"]).size != model.config.tokenizer_size:
+            raise ValueError(f"tokenizer_size {model.config.tokenizer_size} is not that of {state['tokenizer']}")
         return model.to(device).eval(), state
     except FileNotFoundError:
         die(f"no checkpoint {path}: train one first (python train.py) or name its folder with --out_dir")
-    except Exception as e:
-        die(f"{path} is not a checkpoint of this project ({str(e).splitlines()[0]}): name another file")
+    except Exception as e:                                      # torch.load raises whatever a bad file provokes
+        detail = "no tensors and plain values" if isinstance(e, pickle.UnpicklingError) else reason(e)
+        die(f"{path} is not a checkpoint of this project ({detail}): name another file")
 
 
 def print_text(tokenizer, tokens):
@@ -423,21 +441,31 @@ def make_model(cfg, meta):
         die(str(e))
 
 
-def open_out(cfg):
-    """Makes out_dir and returns a function that appends one object to its metrics.jsonl."""
-    path = os.path.join(cfg.out_dir, "metrics.jsonl")
+def check_out(cfg):
+    """Exits (2) if out_dir cannot be written, or holds a run that --overwrite=true has not given up."""
     old = [name for name in ("metrics.jsonl", "last.pt", "best.pt") if os.path.exists(os.path.join(cfg.out_dir, name))]
     if old and not cfg.overwrite:
         die(f"out_dir {cfg.out_dir} already holds a run ({', '.join(old)}): name another --out_dir, or lose it with "
             "--overwrite=true")
     try:
         os.makedirs(cfg.out_dir, exist_ok=True)
-        for name in old:
-            os.remove(os.path.join(cfg.out_dir, name))
-        log = open(path, "a", encoding="utf-8", buffering=1)    # a line at a time
     except OSError as e:
         die(f"cannot write to out_dir {cfg.out_dir} ({e}): name another --out_dir")
-    return lambda **row: log.write(json.dumps(row) + "\n")
+
+
+def log(cfg, **row):
+    """Appends an object to metrics.jsonl, or begins it at step 0."""
+    try:
+        with open(os.path.join(cfg.out_dir, "metrics.jsonl"), "w" if row["step"] == 0 else "a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+    except OSError as e:
+        die(f"cannot write to {cfg.out_dir}/metrics.jsonl ({e}): free the disk")
+
+
+def check_finite(loss, step, kind):
+    if not math.isfinite(loss):
+        die(f"{kind} loss is {loss} at step {step}: "
+            "training diverged, lower the rates; the checkpoints are of earlier steps")
 
 
 def clock(seconds):
@@ -451,7 +479,6 @@ def main():
     device = pick_device(cfg.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")              # TF32 where a product stays float32
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -464,7 +491,8 @@ def main():
     train, val, meta = open_data(cfg)
     torch.manual_seed(cfg.seed)
     raw_model = model = make_model(cfg, meta).to(device)
-    log = open_out(cfg) if master else None
+    if master:
+        check_out(cfg)
     torch.manual_seed(cfg.seed + rank)                          # each process its own dropout
     dtype = pick_dtype(cfg.dtype, device)
     amp = autocast(device, dtype)
@@ -480,20 +508,21 @@ def main():
               f"{meta['train_tokens']:,} tokens, {meta['tokenizer']}; {sequences * cfg.block_size:,} tokens a step")
         print(f"{world} x {device.type}, {dtype}, {'compiled' if forward is not raw_model else 'not compiled'}")
 
-    best, step, busy, row = math.inf, 0, 0.0, {}
+    best, step, busy = math.inf, 0, 0.0
     while True:
         last = step == cfg.max_steps
 
         # evaluate and save
         if last or step % cfg.eval_interval == 0:
             val_loss = evaluate(forward, val, cfg, device, amp, rank, world)
+            check_finite(val_loss, step, "validation")
             improved, best = val_loss < best, min(best, val_loss)
             if master:
                 print(f"step {step:6d}  val loss {val_loss:.4f}{'  (best)' if improved else ''}")
-                log(step=step, val_loss=val_loss)
                 state = checkpoint(raw_model, optimizers, cfg, meta, step, best, val_loss)
                 for name in ["best.pt"] * improved + ["last.pt"]:
                     save(os.path.join(cfg.out_dir, name), state)
+                log(cfg, step=step, val_loss=val_loss)
             barrier()
         if last:
             break
@@ -524,6 +553,7 @@ def main():
         # log: the only place where the host waits for the device
         if step % cfg.log_interval == 0 or step == cfg.max_steps:
             train_loss = all_sum(loss).item() / world
+            check_finite(train_loss, step, "training")
         busy += time.perf_counter() - start
         if step % cfg.log_interval == 0 or step == cfg.max_steps:
             if master:
@@ -531,8 +561,8 @@ def main():
                 left = busy / step * (cfg.max_steps - step)
                 print(f"step {step:6d}  loss {train_loss:.4f}  rate x{rate:.3f}  {speed:,.0f} tokens/s  "
                       f"{clock(left)} left")
-                log(step=step, train_loss=train_loss, tokens=step * sequences * cfg.block_size, seconds=round(busy, 3),
-                    tokens_per_second=round(speed, 1),
+                log(cfg, step=step, train_loss=train_loss, tokens=step * sequences * cfg.block_size,
+                    seconds=round(busy, 3), tokens_per_second=round(speed, 1),
                     lr={g["name"]: g["lr"] for o in optimizers for g in o.param_groups})
 
     if master:
@@ -547,4 +577,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    start(main)
