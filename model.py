@@ -411,7 +411,7 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
+    def next_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
         """Yields the next tokens (B, 1) of the prompts idx (B, T), one at a time; see generate."""
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
@@ -431,7 +431,7 @@ class GPT(nn.Module):
         training = self.training
         self.eval()
         try:
-            return torch.cat([idx, *self.stream(idx, max_new_tokens, temperature, top_k, top_p)], dim=1)
+            return torch.cat([idx, *self.next_tokens(idx, max_new_tokens, temperature, top_k, top_p)], dim=1)
         finally:
             self.train(training)
 

@@ -60,7 +60,7 @@ def main():
             print("-" * 80)
         print(prompt, end="", flush=True)
         with autocast(device, pick_dtype(cfg.dtype, device)):
-            print_text(tokenizer, (t.item() for t in model.stream(
+            print_text(tokenizer, (t.item() for t in model.next_tokens(
                 idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p)))
 
 

@@ -97,6 +97,12 @@ def test_starts():
     assert Substep(GPTConfig(template="adamw")).lam_raw.item() == -5
 
 
+def test_scalars_have_their_transforms():
+    for template, row in TEMPLATES.items():
+        for name, (transform, _) in row.scalars.items():
+            assert transform is (F.softplus if name in ("gamma", "nu") else torch.sigmoid), (template, name)
+
+
 def test_config_refuses_what_cannot_be():
     with pytest.raises(ValueError, match="vanilla, hb, yurii, tmm, adam, adamw, rmsprop, muon, ortho, soap, shampoo"):
         GPTConfig(template="sgd")
@@ -270,15 +276,16 @@ def test_update_equals_its_formula(template, H):
     step = Substep(GPTConfig(template=template, n_embd=C, n_head=H)).double()
     weight = torch.randn(C, C, dtype=torch.float64)
     O = lambda u: torch.tanh(u @ weight)
-    p, transform = {}, dict(gamma=softplus, nu=softplus)
-    for name, raw in step.named_parameters(recurse=False):
-        torch.nn.init.normal_(raw)
-        p[name[:-4]] = transform.get(name[:-4], sigmoid)(raw.item())
+    p = {}
+    for name, (transform, _) in TEMPLATES[template].scalars.items():
+        raw = torch.nn.init.normal_(getattr(step, name + "_raw"))
+        p[name] = {torch.sigmoid: sigmoid, F.softplus: softplus}[transform](raw.item())
     if step.ln is not None:
         torch.nn.init.uniform_(step.ln.weight, 0.5, 1.5)
     N = lambda u: norm(u, step.ln.weight)
     x = torch.randn(B, n, C, dtype=torch.float64)
-    start = dict(embed=torch.randn(B, n, C).double(), ones=torch.ones(B, n, C).double(),
+    start = dict(embed=torch.randn(B, n, C).double(), zero=torch.zeros(B, n, C).double(),
+                 ones=torch.ones(B, n, C).double(),
                  eye=torch.eye(C // H).double().expand(B, n, -1, -1))
     s = [start[kind] for kind in TEMPLATES[template].streams.values()]
     for _ in range(3):                                          # the streams of one step are the next one's

@@ -571,7 +571,7 @@ def main():
             tokenizer = load_tokenizer(meta["tokenizer"])
             prompt = torch.tensor([[tokenizer.eot]], device=device)
             raw_model.eval()
-            print_text(tokenizer, (t.item() for t in raw_model.stream(prompt, cfg.sample_tokens)))
+            print_text(tokenizer, (t.item() for t in raw_model.next_tokens(prompt, cfg.sample_tokens, 0.8, 200)))
     if dist.is_initialized():
         dist.destroy_process_group()
 
