@@ -34,14 +34,14 @@ class SampleConfig:
                      ("auto", "bfloat16", "float32"))
 
 
-def read_prompt(start):
-    if not start.startswith("FILE:"):
-        return start
+def read_prompt(text):
+    if not text.startswith("FILE:"):
+        return text
     try:
-        with open(start[5:], encoding="utf-8") as f:
+        with open(text[5:], encoding="utf-8") as f:
             return f.read()
     except (OSError, UnicodeDecodeError) as e:
-        die(f"cannot read the prompt --start={start}: {e}")
+        die(f"cannot read the prompt --start={text}: {e}")
 
 
 def main():

@@ -352,7 +352,7 @@ def make_optimizers(model, cfg, device):
 
 class Float32Muon(TorchFunctionMode):
     """Inside it Tensor.bfloat16() is a float32 copy, so torch's Muon, which iterates in bfloat16, iterates in float32:
-    exact to the order of summation, and 30 times faster on a CPU that lacks bfloat16."""
+    exact to the order of summation, and much faster on a CPU that lacks bfloat16."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.bfloat16:
@@ -528,7 +528,7 @@ def main():
             break
 
         # one step on the global batch, of which each process has its share
-        start = time.perf_counter()
+        began = time.perf_counter()
         rate = schedule(step, cfg)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -551,19 +551,19 @@ def main():
         step += 1
 
         # log: the only place where the host waits for the device
-        if step % cfg.log_interval == 0 or step == cfg.max_steps:
+        logs = step % cfg.log_interval == 0 or step == cfg.max_steps
+        if logs:
             train_loss = all_sum(loss).item() / world
             check_finite(train_loss, step, "training")
-        busy += time.perf_counter() - start
-        if step % cfg.log_interval == 0 or step == cfg.max_steps:
-            if master:
-                speed = step * sequences * cfg.block_size / busy
-                left = busy / step * (cfg.max_steps - step)
-                print(f"step {step:6d}  loss {train_loss:.4f}  rate x{rate:.3f}  {speed:,.0f} tokens/s  "
-                      f"{clock(left)} left")
-                log(cfg, step=step, train_loss=train_loss, tokens=step * sequences * cfg.block_size,
-                    seconds=round(busy, 3), tokens_per_second=round(speed, 1),
-                    lr={g["name"]: g["lr"] for o in optimizers for g in o.param_groups})
+        busy += time.perf_counter() - began
+        if logs and master:
+            speed = step * sequences * cfg.block_size / busy
+            left = busy / step * (cfg.max_steps - step)
+            print(f"step {step:6d}  loss {train_loss:.4f}  rate x{rate:.3f}  {speed:,.0f} tokens/s  "
+                  f"{clock(left)} left")
+            log(cfg, step=step, train_loss=train_loss, tokens=step * sequences * cfg.block_size,
+                seconds=round(busy, 3), tokens_per_second=round(speed, 1),
+                lr={g["name"]: g["lr"] for o in optimizers for g in o.param_groups})
 
     if master:
         print(f"best val loss {best:.4f} nats per token; checkpoints in {cfg.out_dir}")
