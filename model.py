@@ -35,6 +35,7 @@ from typing import Callable, NamedTuple, Optional
 
 import torch
 import torch.nn as nn
+from numpy.polynomial.legendre import leggauss
 from torch.nn import functional as F
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,14 +177,18 @@ class Template(NamedTuple):
     scalars: dict = {}                                          # name: (transform, raw start)
 
 
-SP1 = math.log(math.e - 1)                                      # softplus(SP1) = 1
-sg, sp = (torch.sigmoid, 0.0), (F.softplus, 0.0)
+def raw(transform, value):
+    """The raw scalar whose sigmoid or softplus is value."""
+    return math.log(value / (1 - value)) if transform is torch.sigmoid else math.log(math.expm1(value))
+
+
+sg, sp, sp1 = (torch.sigmoid, 0.0), (F.softplus, 0.0), (F.softplus, raw(F.softplus, 1.0))
 
 TEMPLATES = {
     "vanilla": Template(vanilla),
     "hb": Template(hb, dict(v="embed"), dict(beta=sg, gamma=sp)),
     "yurii": Template(yurii, dict(v="embed"), dict(mu=sg, beta=sg, gamma=sp)),
-    "tmm": Template(tmm, dict(v="embed"), dict(mu=sg, beta=sg, gamma=sp, nu=(F.softplus, SP1))),
+    "tmm": Template(tmm, dict(v="embed"), dict(mu=sg, beta=sg, gamma=sp, nu=sp1)),
     "adam": Template(adam, dict(m="embed", r="ones"), dict(beta1=sg, beta2=sg, gamma=sp)),
     "adamw": Template(adamw, dict(m="embed", r="ones"), dict(beta1=sg, beta2=sg, gamma=sp, lam=(torch.sigmoid, -5.0))),
     "rmsprop": Template(rmsprop, dict(r="ones"), dict(beta2=sg, gamma=sp)),
@@ -191,6 +196,100 @@ TEMPLATES = {
     "ortho": Template(ortho, {}, dict(gamma=sp)),
     "soap": Template(soap, dict(m="embed", R="eye"), dict(beta1=sg, betaR=sg, gamma=sp)),
     "shampoo": Template(shampoo, dict(R="eye"), dict(betaR=sg, gamma=sp)),
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Integrators [SYMP, 4.3 and 5.2]: tokens as particles, positions X and momenta Y, under the damping alpha(t). To add
+# one, write its function and its row in INTEGRATORS. Called as f(velocity, force, Y, t, past, **scalars), where
+# velocity(Y) is F(Y), force(Y, F(Y)) is G(Y), both at X, and past is what the layer before left. Returns v, by which
+# positions move, X' = X + h_x v; the new momenta, before their LayerNorm; and what the next layer will need.
+
+
+def alpha(t, damping_r, damping_m):
+    """The damping at time t."""
+    return damping_r / t + damping_m
+
+
+def sigma(t, h, damping_r, damping_m):
+    """What the damping leaves of the momenta after a step h: exp(-integral of alpha over [t, t + h])."""
+    return torch.exp(-damping_r * torch.log1p(h / t) - damping_m * h)
+
+
+NODES, WEIGHTS = (leggauss(6)[0] + 1) / 2, leggauss(6)[1] / 2   # Gauss-Legendre on [0, 1]
+
+
+def exp_weight(t, h, damping_r, damping_m):
+    """What it leaves of a unit force that acts during the step: the integral over s in [0, h] of exp(-integral of alpha
+    over [t + s, t + h]), by six Gauss-Legendre nodes in h - s."""
+    nodes, weights = (torch.stack([h.new_full((), u) for u in row]) for row in (NODES, WEIGHTS))
+    rest = h * nodes
+    return h * (weights * torch.exp(damping_r * torch.log1p(-rest / (t + h)) - damping_m * rest)).sum()
+
+
+def ab2(h, f, past):
+    """Adams-Bashforth with steps h_prev, h: the right-hand side f extrapolated to the middle of the step."""
+    if past is None:                                            # the first layer: Euler
+        return f
+    h_prev, f_prev = past
+    return f + 0.5 * h / h_prev * (f - f_prev)
+
+
+def plain_euler(velocity, force, Y, t, past, h_x, h_y, a):
+    v = velocity(Y)
+    return v, a * Y + h_y * force(Y, v), None
+
+
+def presymp_euler(velocity, force, Y, t, past, h_x, h_y, **damping):
+    v = velocity(Y)
+    return v, sigma(t, h_y, **damping) * (Y + h_y * force(Y, v)), None
+
+
+def conformal_euler(velocity, force, Y, t, past, h_x, h_y, **damping):
+    Y = sigma(t, h_y, **damping) * (Y + h_y * force(Y, velocity(Y)))
+    return velocity(Y), Y, None
+
+
+def presymp_exp_euler(velocity, force, Y, t, past, h_x, h_y, **damping):
+    v = velocity(Y)
+    return v, sigma(t, h_y, **damping) * Y + exp_weight(t, h_y, **damping) * force(Y, v), None
+
+
+def presymp_ab2(velocity, force, Y, t, past, h_x, h_y, **damping):
+    v, (past_x, past_y) = velocity(Y), past or (None, None)
+    f = force(Y, v) - alpha(t, **damping) * Y
+    return ab2(h_x, v, past_x), Y + h_y * ab2(h_y, f, past_y), ((h_x, v), (h_y, f))
+
+
+def presymp_etd_ab2(velocity, force, Y, t, past, h_x, h_y, **damping):
+    v, (past_x, past_y) = velocity(Y), past or (None, None)
+    g, decay = force(Y, v), sigma(t, h_y, **damping)
+    return ab2(h_x, v, past_x), decay * (Y + h_y * ab2(h_y, g, past_y)), ((h_x, v), (h_y, decay * g))
+
+
+def drift(velocity, force, Y, t, past, h_x):                    # the last layer: new momenta would reach nothing
+    return velocity(Y), None, None
+
+
+def drift_ab2(velocity, force, Y, t, past, h_x):
+    return ab2(h_x, velocity(Y), past and past[0]), None, None
+
+
+class Integrator(NamedTuple):
+    step: Callable
+    last: Callable                                              # the step of the last layer
+    scalars: dict                                               # name: (transform, start); the start None is h0
+
+
+steps = dict(h_x=(F.softplus, None), h_y=(F.softplus, None))
+damped = steps | dict(damping_r=(F.softplus, 3.0), damping_m=(F.softplus, 1e-4))
+
+INTEGRATORS = {
+    "plain_euler": Integrator(plain_euler, drift, steps | dict(a=(torch.sigmoid, 0.9))),
+    "presymp_euler": Integrator(presymp_euler, drift, damped),
+    "conformal_euler": Integrator(conformal_euler, conformal_euler, damped),
+    "presymp_exp_euler": Integrator(presymp_exp_euler, drift, damped),
+    "presymp_ab2": Integrator(presymp_ab2, drift_ab2, damped),
+    "presymp_etd_ab2": Integrator(presymp_etd_ab2, drift_ab2, damped),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,17 +340,23 @@ class LinearAttention(nn.Module):
         self.dropout = config.dropout
         self.c_a = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_v = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.h_raw = nn.Parameter(torch.tensor(SP1))
+        self.h_raw = nn.Parameter(torch.tensor(sp1[1]))
 
     def forward(self, x):
-        n = torch.arange(1, x.size(1) + 1, device=x.device).unsqueeze(-1)   # (T, 1), what token i may see
-        y = linear_attention(self.c_a(x) * (F.softplus(self.h_raw) / n), x, self.c_v(x))
+        y = linear_attention(self.c_a(x) * (F.softplus(self.h_raw) / visible(x)), x, self.c_v(x))
         return F.dropout(y, self.dropout, self.training)
 
 
-def linear_attention(q, k, v):
-    """sum_{j<=i} (q_i . k_j) v_j for each token i; all (B, T, C). Cost linear in T: within a chunk the masked scores,
-    between chunks the C x C state sum_j k_j v_j^T."""
+def visible(x, causal=True):
+    """n_i, how many tokens token i of x (B, T, C) sees, itself included: (T, 1)."""
+    return torch.arange(1, x.size(1) + 1, device=x.device).unsqueeze(-1) if causal else x.size(1)
+
+
+def linear_attention(q, k, v, causal=True):
+    """sum_{j<=i} (q_i . k_j) v_j for each token i, or the sum over all j; all (B, T, C). Cost linear in T: within a
+    chunk the masked scores, between chunks the C x C state sum_j k_j v_j^T."""
+    if not causal:
+        return q @ (k.mT @ v)
     B, T, C = q.shape
     n = -(-T // max(C, 64))                                     # chunks of about C: scores and states then cost alike
     K = -(-T // n)
@@ -264,6 +369,94 @@ def linear_attention(q, k, v):
 
 
 ATTENTION = {"softmax": SoftmaxAttention, "linear": LinearAttention}
+
+
+@full_precision
+def exp_scores(s, causal):
+    """Scores (B, T, T) -> exp(s) where token i sees token j, else 0; clamped, so that z^2 can neither over- nor
+    underflow."""
+    M = s.clamp(-10, 10).exp()
+    return M.tril() if causal else M
+
+
+@full_precision
+def derived_b(W_V, A):
+    """Sym(W_V (A + 1e-6 I)^{-1}), (C, C)."""
+    I = torch.eye(len(A), dtype=A.dtype, device=A.device)
+    X, _ = torch.linalg.solve_ex(A.to(W_V.dtype) + 1e-6 * I, W_V, left=False)      # _ex: no host synchronisation
+    return (X + X.T) / 2
+
+
+class SoftmaxParticles(nn.Module):
+    """Positions x (B, T, C) -> velocity, force of momenta Y (B, T, C), under the kernel M_ij = exp(s_ij), j <= i, where
+    s_ij = q_i . k_j / (H sqrt(D)) = x_i^T A x_j, the mean of the heads' scores, is one head of width C. With n_i = i,
+    z_i = (1/n_i) sum_j M_ij and r_i = Y_i^T B Y_i / z_i^2 ([SYMP, 4.3 and 6.1])
+
+        velocity(Y)_i = B Y_i / z_i         force(Y, velocity(Y))_i = c_proj((1 / 2 n_i) sum_j M_ij (r_i + r_j + 2) v_j)
+
+    symp_b: B = c_b, I or Sym(W_V A^{-1}). symp_force 'hamiltonian': A x_j for v_j, and no c_proj. M, z, r and what they
+    multiply are float32 or wider under autocast. causal = False on an existing model lets every token see all."""
+
+    def __init__(self, config, with_force):
+        super().__init__()
+        C, self.dropout, self.causal = config.n_embd, config.dropout, True
+        self.scale = 1 / math.sqrt(config.n_head * C)           # 1 / (H sqrt(D))
+        self.b, self.hamiltonian = config.symp_b, config.symp_force == "hamiltonian"
+        value = with_force and not self.hamiltonian
+        self.c_attn = nn.Linear(C, (3 if value or self.b == "derived" else 2) * C, bias=config.bias)
+        self.c_b = nn.Linear(C, C, bias=False) if self.b == "free" else None
+        self.c_proj = nn.Linear(C, C, bias=config.bias) if value else None
+
+    def forward(self, x):
+        q, k, *v = self.c_attn(x).split(x.size(-1), dim=-1)
+        W_Q, W_K, *W_V = self.c_attn.weight.split(x.size(-1))
+        M, n = exp_scores(self.scale * q @ k.mT, self.causal), visible(x, self.causal)      # (B, T, T), (T, 1)
+        z = M.sum(-1, keepdim=True) / n                         # (B, T, 1)
+        B = self.c_b.weight if self.b == "free" else derived_b(W_V[0], self.scale * W_Q.T @ W_K) if W_V else None
+
+        @full_precision
+        def velocity(Y):
+            return (Y if self.b == "identity" else Y @ B.T) / z
+
+        @full_precision
+        def mean_force(Y, f):
+            u = self.scale * k.to(Y.dtype) @ W_Q if self.hamiltonian else v[0]
+            r = (Y * f).sum(-1, keepdim=True) / z
+            Mu, Mru = (M @ torch.cat([u, r * u], dim=-1)).chunk(2, dim=-1)
+            return ((r + 2) * Mu + Mru) / (2 * n)
+
+        def force(Y, f):
+            G = mean_force(Y, f)
+            return G if self.hamiltonian else F.dropout(self.c_proj(G), self.dropout, self.training)
+
+        return velocity, force
+
+
+class LinearParticles(nn.Module):
+    """The same for the linear kernel x_i^T A x_j, with A = c_a, V = c_v ([SYMP, section 3]):
+
+        velocity(Y)_i = (1/n_i) sum_j (x_j^T A x_i) Y_j         force(Y)_i = V x_i - (1/n_i) sum_j (Y_i . Y_j) A x_j"""
+
+    def __init__(self, config, with_force):
+        super().__init__()
+        self.dropout, self.causal = config.dropout, True
+        self.c_a = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.c_v = nn.Linear(config.n_embd, config.n_embd, bias=False) if with_force else None
+
+    def forward(self, x):
+        n, a = visible(x, self.causal), self.c_a(x)
+
+        def velocity(Y):
+            return linear_attention(a / n, x, Y, self.causal)
+
+        def force(Y, f):
+            G = self.c_v(x) - linear_attention(Y / n, Y, a, self.causal)
+            return F.dropout(G, self.dropout, self.training)
+
+        return velocity, force
+
+
+PARTICLES = {"softmax": SoftmaxParticles, "linear": LinearParticles}
 
 
 class MLP(nn.Module):
@@ -281,19 +474,29 @@ class MLP(nn.Module):
 # The network
 
 
-class Substep(nn.Module):
+class Scalars(nn.Module):
+    """{name: (transform, raw start)} -> learned 0-dim scalars, each stored before its transform as `<name>_raw`."""
+
+    def __init__(self, scalars):
+        super().__init__()
+        self.transforms = {name: transform for name, (transform, _) in scalars.items()}
+        for name, (_, start) in scalars.items():
+            self.register_parameter(name + "_raw", nn.Parameter(torch.tensor(start)))
+
+    def scalars(self):
+        return {name: f(getattr(self, name + "_raw")) for name, f in self.transforms.items()}
+
+
+class Substep(Scalars):
     """One optimizer step: a template with its scalars and its auxiliary LayerNorm."""
 
     def __init__(self, config):
-        super().__init__()
-        self.template, self.n_head = TEMPLATES[config.template], config.n_head
-        for name, (_, start) in self.template.scalars.items():
-            self.register_parameter(name + "_raw", nn.Parameter(torch.tensor(start)))
-        self.ln = LayerNorm(config) if self.template.scalars else None
+        self.template = TEMPLATES[config.template]
+        super().__init__(self.template.scalars)
+        self.n_head, self.ln = config.n_head, LayerNorm(config) if self.template.scalars else None
 
     def forward(self, O, x, s):
-        scalars = {name: f(getattr(self, name + "_raw")) for name, (f, _) in self.template.scalars.items()}
-        x, *s = self.template.step(O, self.ln, self.n_head, x, *s, **scalars)
+        x, *s = self.template.step(O, self.ln, self.n_head, x, *s, **self.scalars())
         return x, s
 
 
@@ -310,6 +513,35 @@ class Block(nn.Module):
         return x, s
 
 
+class ParticleBlock(nn.Module):
+    """One layer of an integrator ([SYMP, 5.2]): attention moves the positions x and the momenta Y, then the MLP moves
+    the positions alone, looking ahead along their velocity v. s: Y (B, T, C), the time t (0-dim), what the step before
+    has left. In the last layer what only new momenta would need is not there."""
+
+    def __init__(self, config, last):
+        super().__init__()
+        self.step, at_end, scalars = INTEGRATORS[config.template]
+        if last and at_end is not self.step:
+            self.step, scalars = at_end, dict(h_x=scalars["h_x"])
+        if config.lookahead:
+            scalars = scalars | dict(mu=(torch.sigmoid, 0.001))
+        self.ln_1, self.attn = LayerNorm(config), PARTICLES[config.attention](config, with_force="h_y" in scalars)
+        self.ln_2, self.mlp = LayerNorm(config), MLP(config)
+        self.attn_step = Scalars({name: (f, raw(f, config.h0 if value is None else value))
+                                  for name, (f, value) in scalars.items()})
+        self.attn_step.ln = None if last else LayerNorm(config)
+        self.mlp_step = Scalars(dict(mu=(torch.sigmoid, raw(torch.sigmoid, 0.9)), gamma=sp1))
+
+    def forward(self, x, s):
+        (Y, t, past), c, c_mlp = s, self.attn_step.scalars(), self.mlp_step.scalars()
+        velocity, force = self.attn(self.ln_1(x + c.pop("mu") * Y if "mu" in c else x))
+        v, Y, past = self.step(velocity, force, Y, t, past, **c)
+        Y = self.attn_step.ln(Y) if self.attn_step.ln else None
+        x = x + c["h_x"] * v
+        x = x + c_mlp["gamma"] * self.mlp(self.ln_2(x + c_mlp["mu"] * v))
+        return x, (Y, t + c["h_x"].detach(), past)
+
+
 @dataclass
 class GPTConfig:
     """The shape of a model. Raises ValueError for a value that no model can have."""
@@ -323,10 +555,17 @@ class GPTConfig:
     template: str = "tmm"
     attention: str = "softmax"
     aux_init: str = "auto"                                      # auto: the template's own start; embed; zero
+    h0: float = 0.1                                             # integrators: the step sizes' start
+    t0: float = 1.0                                             # and the time of the first layer
+    lookahead: bool = False                                     # attention at X + mu Y
+    symp_force: str = "value"                                   # value; hamiltonian (softmax only)
+    symp_b: str = "free"                                        # free; identity; derived (softmax only)
     tokenizer_size: Optional[int] = None                        # ids from here on are padding, never sampled
 
     def __post_init__(self):
-        for name, known in (("template", TEMPLATES), ("attention", ATTENTION), ("aux_init", ("auto", "embed", "zero"))):
+        for name, known in dict(template=[*TEMPLATES, *INTEGRATORS], attention=ATTENTION,
+                                aux_init=("auto", "embed", "zero"), symp_force=("value", "hamiltonian"),
+                                symp_b=("free", "identity", "derived")).items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is '{getattr(self, name)}': it must be one of {', '.join(known)}")
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -338,8 +577,20 @@ class GPTConfig:
             raise ValueError(f"tokenizer_size is {self.tokenizer_size}: it must be 1 to vocab_size, {self.vocab_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd is {self.n_embd}: it must be a multiple of n_head, {self.n_head}")
-        if self.aux_init != "auto" and "embed" not in TEMPLATES[self.template].streams.values():
-            raise ValueError(f"aux_init is '{self.aux_init}': {self.template} has no such stream, leave 'auto'")
+        for name in ("h0", "t0"):
+            if not 0 < getattr(self, name) < 100:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0 and below 100")
+        idle = {}                                               # setting: what has no use for it
+        if self.attention == "linear":
+            idle.update(dict.fromkeys(("symp_force", "symp_b"), "linear attention"))
+        if self.template in TEMPLATES:
+            idle.update(dict.fromkeys(("h0", "t0", "lookahead", "symp_force", "symp_b"), self.template))
+            if "embed" not in TEMPLATES[self.template].streams.values():
+                idle["aux_init"] = self.template
+        for name, owner in idle.items():
+            default = getattr(GPTConfig, name)
+            if getattr(self, name) != default:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: {owner} has no use for it, leave {default!r}")
 
 
 class GPT(nn.Module):
@@ -349,12 +600,17 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         V, T, C = config.vocab_size, config.block_size, config.n_embd
-        aux = "zero" if config.aux_init == "zero" else "embed"
-        self.starts = [aux if start == "embed" else start for start in TEMPLATES[config.template].streams.values()]
+        if config.template in TEMPLATES:
+            aux = "zero" if config.aux_init == "zero" else "embed"
+            self.starts = [aux if start == "embed" else start for start in TEMPLATES[config.template].streams.values()]
+            blocks = [Block(config) for _ in range(config.n_layer)]
+        else:
+            self.starts = ["embed" if config.aux_init == "embed" else "zero", "t0", "none"]     # Y, t, past
+            blocks = [ParticleBlock(config, last=i == config.n_layer - 1) for i in range(config.n_layer)]
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(V, C),
             wpe=nn.Embedding(T, C),
-            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            h=nn.ModuleList(blocks),
             ln_f=LayerNorm(config)))
         if "embed" in self.starts:
             self.transformer.update(dict(aux_wte=nn.Embedding(V, C), aux_wpe=nn.Embedding(T, C)))
@@ -367,6 +623,8 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            elif name.endswith("c_b.weight"):
+                nn.init.eye_(p)
             elif p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
             elif name.endswith("bias"):
@@ -387,7 +645,9 @@ class GPT(nn.Module):
             return self.transformer.aux_wte(idx) + self.transformer.aux_wpe(pos)
         if kind == "eye":
             return torch.eye(self.config.n_embd // self.config.n_head, dtype=x.dtype, device=x.device)[None, None]
-        return x.new_full((1, 1, 1), {"zero": 0.0, "ones": 1.0}[kind])
+        if kind == "zero":
+            return torch.zeros_like(x)
+        return {"ones": x.new_ones(1, 1, 1), "t0": x.new_full((), self.config.t0), "none": None}[kind]
 
     def features(self, idx):
         """Ids (B, T) -> what the head reads, (B, T, C). Raises ValueError if T is 0 or above block_size."""
