@@ -1,5 +1,7 @@
 """Tests of the whole repository: pytest"""
+import copy
 import gzip
+import itertools
 import json
 import math
 import os
@@ -16,12 +18,16 @@ import torch.nn.functional as F
 import prepare as P
 import sample as S
 import train as T
-from model import ATTENTION, GPT, TEMPLATES, GPTConfig, SoftmaxAttention, Substep
-from model import linear_attention, newton_schulz, sample, whiten
+from model import ATTENTION, GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, SoftmaxAttention, Substep
+from model import exp_weight, linear_attention, newton_schulz, sample, sigma, whiten
 
 ROOT = Path(__file__).parent
 torch.set_num_threads(1)                                        # the shapes here are too small to share
-COMBINATIONS = [(t, a) for t in TEMPLATES for a in ATTENTION]
+COMBINATIONS = [(t, a, {}) for t in [*TEMPLATES, *INTEGRATORS] for a in ATTENTION]
+OPTIONS = [(t, a, settings) for t in INTEGRATORS for a in ATTENTION
+           for settings in [dict(lookahead=True), dict(aux_init="embed"), dict(lookahead=True, aux_init="embed")]
+           + [dict(symp_force=f, symp_b=b) for f in ("value", "hamiltonian") for b in ("free", "identity", "derived")]
+           if (a == "softmax" or "symp_b" not in settings) and settings != dict(symp_force="value", symp_b="free")]
 MOMENTUM = [t for t in TEMPLATES if "embed" in TEMPLATES[t].streams.values()]
 
 
@@ -136,9 +142,9 @@ def test_aux_init_zero_drops_the_tables_and_keeps_the_dynamics(template):
 # model: every combination
 
 
-@pytest.mark.parametrize("template, attention", COMBINATIONS)
-def test_causality_and_prefix_consistency(template, attention):
-    model = tiny(template, attention).double().eval()
+@pytest.mark.parametrize("template, attention, settings", COMBINATIONS + OPTIONS)
+def test_causality_and_prefix_consistency(template, attention, settings):
+    model = tiny(template, attention, **settings).double().eval()
     idx, k = tokens(2, 70), 23
     other = torch.cat([idx[:, :k], tokens(2, 70 - k)], dim=1)
     with torch.no_grad():
@@ -148,26 +154,28 @@ def test_causality_and_prefix_consistency(template, attention):
     assert (logits[:, k:] - changed[:, k:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("template, attention", COMBINATIONS)
-def test_every_parameter_gets_a_gradient(template, attention):
-    model = tiny(template, attention, bias=True).double()
+@pytest.mark.parametrize("template, attention, settings", COMBINATIONS + OPTIONS)
+def test_every_parameter_gets_a_gradient(template, attention, settings):
+    model = tiny(template, attention, bias=True, **settings).double()
     idx = tokens(2, 20)
     model(idx, tokens(2, 20))[1].backward()
     unused = set(range(64)) - set(idx.flatten().tolist())
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all(), name
-        if "c_attn.bias" in name:                               # a constant added to all keys changes no softmax
+        if "c_attn.bias" in name and template in TEMPLATES:     # a constant added to all keys changes no softmax
             assert p.grad[:32].abs().max() > 0 and p.grad[64:].abs().max() > 0, name
+        elif template in INTEGRATORS and "h.0." in name:        # there the momenta start at 0
+            continue
         elif "aux_wte" in name:                                 # tokens that do not occur
             assert p.grad[list(unused)].abs().max() == 0 < p.grad.abs().max()
         else:
             assert p.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("template, attention", COMBINATIONS)
-def test_traces_as_one_graph(template, attention):
+@pytest.mark.parametrize("template, attention, settings", COMBINATIONS + OPTIONS[-5:])
+def test_traces_as_one_graph(template, attention, settings):
     torch._dynamo.reset()
-    model, idx = tiny(template, attention, n_layer=1, dropout=0.1), tokens(2, 9)
+    model, idx = tiny(template, attention, n_layer=1 + (template in INTEGRATORS), dropout=0.1, **settings), tokens(2, 9)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for train in (False, True):
         compiled.train(train)
@@ -177,9 +185,9 @@ def test_traces_as_one_graph(template, attention):
         assert torch.allclose(loss, model(idx, idx)[1])
 
 
-@pytest.mark.parametrize("template, attention", COMBINATIONS)
-def test_trains_under_bf16_autocast(template, attention):
-    model, idx = tiny(template, attention), tokens(4, 33)
+@pytest.mark.parametrize("template, attention, settings", COMBINATIONS + OPTIONS[-5:])
+def test_trains_under_bf16_autocast(template, attention, settings):
+    model, idx = tiny(template, attention, **settings), tokens(4, 33)
     plain = model(idx, idx)[1].item()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -371,11 +379,13 @@ def test_handwritten_attention_is_softmax_attention():
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_second_derivatives_and_forward_mode(attention):
-    model = tiny("tmm", attention, n_layer=1, n_embd=8, n_head=2, block_size=4).double()
+@pytest.mark.parametrize("template", ["tmm", *INTEGRATORS])
+def test_second_derivatives_and_forward_mode(template, attention):
+    model = tiny(template, attention, n_layer=2, n_embd=8, n_head=2, block_size=4).double()
     model.fused_attention(False)
-    block, gain = model.transformer.h[0], 1 + torch.randn(1, 3, 8).double()
-    f = lambda x: (block(x, [gain])[0] ** 2).sum()
+    block, stream = model.transformer.h[0], 1 + torch.randn(1, 3, 8).double()
+    s = [stream] if template == "tmm" else [stream, torch.tensor(1.0).double(), None]
+    f = lambda x: (block(x, s)[0] ** 2).sum()
     x, d = torch.randn(1, 3, 8).double(), torch.randn(1, 3, 8).double()
     _, slope = torch.func.jvp(f, (x,), (d,))
     assert torch.allclose(slope, (torch.func.grad(f)(x) * d).sum())
@@ -397,6 +407,311 @@ def test_linear_attention_equals_its_explicit_form(n):
     y = torch.stack([sum((x[:, j] * (x[:, i] @ A.T)).sum(-1, keepdim=True) * (x[:, j] @ V.T) for j in range(i + 1))
                      / (i + 1) for i in range(min(n, 70))], dim=1)
     assert (attention(x)[:, :70] - y * softplus(attention.h_raw.item())).abs().max() < 1e-10
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: integrators
+
+
+def explicit_particles(attn, x, Y, config, causal=True):
+    """F(Y), G(Y) by the formulas with all T x T terms, a head at a time."""
+    T, H, D = x.size(1), config.n_head, config.n_embd // config.n_head
+    mask = torch.ones(T, T).double().tril() if causal else torch.ones(T, T).double()
+    n = mask.sum(-1, keepdim=True)
+    if config.attention == "linear":
+        A, V = attn.c_a.weight, attn.c_v.weight
+        velocity = torch.einsum("ij,bij,bje->bie", mask, torch.einsum("bjc,cd,bid->bij", x, A, x), Y) / n
+        return velocity, x @ V.T - torch.einsum("ij,bic,bjc,bjd->bid", mask, Y, Y, x @ A.T) / n
+    W_Q, W_K = attn.c_attn.weight[:H * D], attn.c_attn.weight[H * D:2 * H * D]
+    q, k = x @ W_Q.T, x @ W_K.T
+    s = sum(q[..., h * D:h * D + D] @ k[..., h * D:h * D + D].mT / math.sqrt(D) for h in range(H)) / H
+    M = torch.exp(s.clamp(-10, 10)) * mask
+    z = M.sum(-1, keepdim=True) / n
+    A = W_Q.T @ W_K / (H * math.sqrt(D))
+    if config.symp_b == "derived":
+        B = attn.c_attn.weight[2 * H * D:] @ torch.linalg.inv(A + 1e-6 * torch.eye(H * D).double())
+        B = (B + B.T) / 2
+    else:
+        B = attn.c_b.weight if config.symp_b == "free" else torch.eye(H * D).double()
+    r = torch.einsum("bic,cd,bid->bi", Y, B, Y)[..., None] / z ** 2
+    v = x @ A.T if config.symp_force == "hamiltonian" else x @ attn.c_attn.weight[2 * H * D:].T
+    G = (M * (r + r.mT + 2)) @ v / (2 * n)
+    return Y @ B.T / z, G if config.symp_force == "hamiltonian" else G @ attn.c_proj.weight.T
+
+
+def particles(attention, T=7, **settings):
+    """An oracle with random matrices, in float64, with positions and momenta (2, T, 12)."""
+    settings = GPTConfig(template="presymp_euler", attention=attention, n_embd=12, n_head=3, **settings)
+    attn = PARTICLES[attention](settings, with_force=True).double()
+    for p in attn.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    return attn, settings, *torch.randn(2, 2, T, 12).double()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("attention, settings", [("linear", {})] + [("softmax", dict(symp_force=f, symp_b=b))
+    for f in ("value", "hamiltonian") for b in ("free", "identity", "derived")])
+def test_velocity_and_force_equal_their_formulas(attention, settings, causal):
+    attn, config, x, Y = particles(attention, **settings)
+    attn.causal = causal
+    velocity, force = attn(x)
+    v, G = explicit_particles(attn, x, Y, config, causal)
+    assert torch.allclose(velocity(Y), v, rtol=1e-10) and torch.allclose(force(Y, velocity(Y)), G, rtol=1e-10)
+
+
+def test_the_exact_force_is_the_gradient_of_the_hamiltonian():
+    """Without the mask and for symmetric A and B, F = n dH/dY and G = -n dH/dX."""
+    attn, config, x, Y = particles("softmax", symp_force="hamiltonian")
+    attn.causal = False
+    S = torch.randn(12, 12).double()
+    attn.c_attn.weight.data[12:] = S @ S.T @ attn.c_attn.weight[:12] / 40       # W_Q^T W_K is symmetric
+    attn.c_b.weight.data = attn.c_b.weight + attn.c_b.weight.T
+    x, Y = x[:1].requires_grad_(), Y[:1].requires_grad_()
+    n, A = x.size(1), attn.c_attn.weight[:12].T @ attn.c_attn.weight[12:] / 6   # 6 = H sqrt(D)
+    M = torch.exp(x @ A @ x.mT)
+    assert torch.log(M).abs().max() < 10                        # the clamp is not at work
+    kinetic = (Y @ attn.c_b.weight * Y).sum(-1) / M.mean(-1)
+    H = kinetic.sum() / (2 * n) - M.sum() / (2 * n ** 2)
+    dX, dY = torch.autograd.grad(H, (x, Y))
+    velocity, force = attn(x)
+    assert torch.allclose(velocity(Y), n * dY, rtol=1e-10)
+    assert torch.allclose(force(Y, velocity(Y)), -n * dX, rtol=1e-10)
+
+
+@pytest.mark.parametrize("score", [10.0, -10.0, 1000.0, -1000.0])
+@pytest.mark.parametrize("T", [1, 65])
+def test_scores_at_and_beyond_the_clamp(score, T):
+    attn = PARTICLES["softmax"](GPTConfig(template="presymp_euler", n_embd=64, n_head=4), with_force=True)
+    attn.c_attn.weight.data = torch.cat([torch.eye(64), torch.eye(64) * score / 4, torch.eye(64)])
+    attn.c_b.weight.data = torch.eye(64)
+    x = torch.ones(1, T, 64).requires_grad_()                   # q . k = 16 score, and H sqrt(D) = 16
+    Y = torch.randn(1, T, 64).requires_grad_()
+    velocity, force = attn(x)
+    v = velocity(Y)
+    assert torch.allclose(v, Y / math.exp(math.copysign(10, score)), rtol=1e-4)
+    G = force(Y, v)
+    (v.sum() + G.sum()).backward()
+    for u in (v, G, x.grad, Y.grad, attn.c_attn.weight.grad, attn.c_b.weight.grad):
+        assert u.isfinite().all() and u.abs().max() > 0
+
+
+def reference_layer(template, O, x, Y, t, past, c):
+    """One row of the specification's table: X', Y' before its LayerNorm, and what the next layer needs."""
+    F, G = O(Y)
+    t1, h_x, h_y = t + c["h_y"], c["h_x"], c["h_y"]
+    if template == "plain_euler":
+        return x + h_x * F, c["a"] * Y + h_y * G, None
+    r, m = c["damping_r"], c["damping_m"]
+    eta = lambda t: r * math.log(t) + m * t
+    s = math.exp(-(eta(t1) - eta(t)))
+    if template == "presymp_euler":
+        return x + h_x * F, s * (Y + h_y * G), None
+    if template == "conformal_euler":
+        Y = s * (Y + h_y * G)
+        return x + h_x * O(Y)[0], Y, None
+    if template == "presymp_exp_euler":
+        grid = np.linspace(0, h_y, 2001)
+        w = np.trapezoid(np.exp(-(eta(t1) - r * np.log(t + grid) - m * (t + grid))), grid)
+        return x + h_x * F, s * Y + w * G, None
+    f = G - (r / t + m) * Y if template == "presymp_ab2" else G
+    h_x0, h_y0, F0, f0, s0 = past or (h_x, h_y, F, f, 1.0)
+    rho_x, rho_y = h_x / h_x0, h_y / h_y0
+    x = x + h_x * ((1 + rho_x / 2) * F - rho_x / 2 * F0)
+    if template == "presymp_ab2":
+        return x, Y + h_y * ((1 + rho_y / 2) * f - rho_y / 2 * f0), (h_x, h_y, F, f, 1.0)
+    return x, s * (Y + h_y * ((1 + rho_y / 2) * f - rho_y / 2 * s0 * f0)), (h_x, h_y, F, f, s)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("template", INTEGRATORS)
+def test_layers_equal_their_formulas(template, attention):
+    """The whole network but embeddings and head, with its steps and damping a layer, and look-ahead."""
+    model = tiny(template, attention, n_layer=4, n_embd=12, lookahead=True, aux_init="embed").double().eval()
+    for name, p in model.named_parameters():
+        if p.ndim:
+            torch.nn.init.normal_(p, std=0.4)
+    tr, idx, pos = model.transformer, tokens(2, 9), torch.arange(9)
+    x, Y = tr.wte(idx) + tr.wpe(pos), tr.aux_wte(idx) + tr.aux_wpe(pos)
+    t, past = 1.0, None
+    for i, block in enumerate(tr.h):
+        last = i == 3
+        scalars = {name[:-4]: (sigmoid if name in ("mu_raw", "a_raw") else softplus)(p.item())
+                   for name, p in block.attn_step.named_parameters() if name.endswith("_raw")}
+        c = {**dict(h_y=1.0, a=0.0, damping_r=1.0, damping_m=0.0), **scalars}   # what the last layer has not
+        xh = norm(x + c["mu"] * Y, block.ln_1.weight)
+        if last and template != "conformal_euler":              # velocities only
+            full = copy.deepcopy(tr.h[0].attn)                  # lends the force's matrices
+            for name, p in block.attn.named_parameters():
+                getattr(full, name.split(".")[0]).weight.data[:len(p)] = p
+            O = lambda Y: explicit_particles(full, xh, Y, model.config)
+        else:
+            O = lambda Y: explicit_particles(block.attn, xh, Y, model.config)
+        x1, Y, past = reference_layer(template, O, x, Y, t, past, c)
+        v = (x1 - x) / c["h_x"]
+        if not last:
+            Y = norm(Y, block.attn_step.ln.weight)
+        mu, gamma = sigmoid(block.mlp_step.mu_raw.item()), softplus(block.mlp_step.gamma_raw.item())
+        x = x1 + gamma * block.mlp(norm(x1 + mu * v, block.ln_2.weight))
+        t += c["h_x"]
+    with torch.no_grad():
+        assert torch.allclose(model.features(idx), norm(x, tr.ln_f.weight), rtol=1e-6, atol=1e-7)
+
+
+def test_integrators_start_where_they_should():
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=2, n_head=2, n_embd=32, template="presymp_etd_ab2",
+                          h0=0.25, lookahead=True))
+    value = lambda p: round((torch.sigmoid if "mu" in p[0] else F.softplus)(p[1]).item(), 6)
+    scalars = lambda step: {p[0]: value(p) for p in step.named_parameters() if p[0].endswith("_raw")}
+    first, last = model.transformer.h
+    assert scalars(first.attn_step) == dict(h_x_raw=0.25, h_y_raw=0.25, damping_r_raw=3, damping_m_raw=1e-4,
+                                            mu_raw=1e-3)
+    assert scalars(first.mlp_step) == scalars(last.mlp_step) == dict(mu_raw=0.9, gamma_raw=1)
+    assert torch.equal(first.attn.c_b.weight, torch.eye(32)) and (first.attn_step.ln.weight == 1).all()
+    assert set(dict(last.attn_step.named_parameters())) == {"h_x_raw", "mu_raw"}    # nothing for the momenta alone
+    assert set(dict(last.attn.named_parameters())) == {"c_attn.weight", "c_b.weight"}
+    assert last.attn.c_attn.weight.shape == (64, 32) and first.attn.c_attn.weight.shape == (96, 32)
+    plain = tiny("plain_euler", "linear").transformer.h
+    assert {n for n, _ in plain[0].attn_step.named_parameters()} == {"h_x_raw", "h_y_raw", "a_raw", "ln.weight"}
+    assert {n for n, _ in plain[0].attn.named_parameters()} == {"c_a.weight", "c_v.weight"}
+    assert F.sigmoid(GPT(GPTConfig(template="plain_euler", n_layer=2, n_embd=12)).transformer.h[0].attn_step.a_raw
+                     ).item() == pytest.approx(0.9)
+    conformal = tiny("conformal_euler").transformer.h[-1]       # there the last momentum still moves the positions
+    assert "c_proj.weight" in dict(conformal.attn.named_parameters()) and conformal.attn_step.ln is None
+
+
+@pytest.mark.parametrize("settings, says", [
+    (dict(template="tmm", lookahead=True), "lookahead is True: tmm has no use for it, leave False"),
+    (dict(template="tmm", h0=0.2), "h0 is 0.2: tmm"),
+    (dict(template="vanilla", symp_b="identity"), "symp_b is 'identity'"),
+    (dict(template="presymp_ab2", attention="linear", symp_force="hamiltonian"), "linear attention has no use for it"),
+    (dict(template="presymp_ab2", symp_b="c_b"), "symp_b is 'c_b': it must be one of free, identity, derived"),
+    (dict(template="presymp_ab2", h0=0.0), "h0 is 0.0: it must be above 0"),
+    (dict(template="presymp", t0=1.0), "presymp_ab2"),
+    (dict(template="presymp_ab2", t0=-1.0), "t0 is -1.0"), (dict(template="presymp_ab2", h0=math.nan), "h0 is nan")])
+def test_config_refuses_what_integrators_have_not(settings, says):
+    with pytest.raises(ValueError, match=says.replace("(", r"\(")):
+        GPTConfig(**settings)
+
+
+def scalar(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def test_exponential_weight_is_the_integral():
+    """w = int_0^h exp(-(eta(t + h) - eta(t + s))) ds and sigma, on the corners and the middle of the stated ranges."""
+    nodes, weights = np.polynomial.legendre.leggauss(80)
+    for r, m, h, t in itertools.product((0.1, 3.0, 10.0), (1e-6, 1e-4, 1.0), (1e-3, 0.1, 1.0), (1.0, 4.0, 20.0)):
+        s = (nodes + 1) * h / 2
+        eta = lambda t: r * np.log(t) + m * t
+        exact = (weights * np.exp(-(eta(t + h) - eta(t + s)))).sum() * h / 2
+        w = exp_weight(scalar(t), scalar(h), scalar(r), scalar(m)).item()
+        assert w == pytest.approx(exact, rel=1e-6)
+        assert sigma(scalar(t), scalar(h), scalar(r), scalar(m)).item() == pytest.approx(
+            math.exp(eta(t) - eta(t + h)), rel=1e-9)
+        single = exp_weight(*torch.tensor([t, h, r, m]).float()).item()
+        assert single == pytest.approx(exact, rel=1e-5)
+
+
+def oscillator(template, h, n, X, Y, r=1.5, m=0.3):
+    """n steps of X' = Y, Y' = -X - alpha(t) Y from t = 1."""
+    t, past = scalar(1.0), None
+    for _ in range(n):
+        c = dict(a=1 - h * (r / t + m)) if template == "plain_euler" else dict(damping_r=scalar(r), damping_m=scalar(m))
+        v, Y, past = INTEGRATORS[template].step(lambda Y: Y, lambda Y, v: -X, Y, t, past, scalar(h), scalar(h), **c)
+        X, t = X + h * v, t + h
+    return torch.stack([X, Y])
+
+
+@pytest.mark.parametrize("template", INTEGRATORS)
+def test_order_of_convergence(template):
+    state = X, Y = scalar([1.0, -0.5]), scalar([0.3, 0.8])
+    f = lambda t, X, Y: (Y, -X - (1.5 / t + 0.3) * Y)
+    n = 4000                                                    # the reference: classical Runge-Kutta
+    h, t = 2 / n, 1.0
+    for _ in range(n):
+        a = f(t, X, Y)
+        b = f(t + h / 2, X + h / 2 * a[0], Y + h / 2 * a[1])
+        c = f(t + h / 2, X + h / 2 * b[0], Y + h / 2 * b[1])
+        d = f(t + h, X + h * c[0], Y + h * c[1])
+        X, Y = (u + h / 6 * (i + 2 * j + 2 * k + l) for u, i, j, k, l in zip((X, Y), a, b, c, d))
+        t += h
+    errors = [(oscillator(template, 2 / n, n, *state) - torch.stack([X, Y])).norm().item() for n in (200, 400, 800)]
+    order = INTEGRATORS[template].order
+    assert order == (2 if "ab2" in template else 1)
+    for coarse, fine in zip(errors, errors[1:]):
+        assert math.log2(coarse / fine) == pytest.approx(order, abs=0.06)
+
+
+def test_conformal_euler_contracts_the_symplectic_form():
+    Omega = scalar([[0.0, 1.0], [-1.0, 0.0]])
+    defect = {}
+    for template in ("conformal_euler", "presymp_euler"):
+        step = lambda u: oscillator(template, 0.4, 1, u[:1], u[1:]).flatten()
+        J = torch.autograd.functional.jacobian(step, scalar([0.7, -0.2]))
+        decay = (1.0 / 1.4) ** 1.5 * math.exp(-0.3 * 0.4)
+        defect[template] = (J.T @ Omega @ J - decay * Omega).abs().max().item()
+    assert defect["conformal_euler"] < 1e-14 and defect["presymp_euler"] > 1e-2
+
+
+@pytest.mark.parametrize("template", INTEGRATORS)
+def test_unmasked_linear_dynamics_are_affine(template):
+    """X_k = X_0 C_k^T: particles keep an elliptically contoured law."""
+    attn, _, X, _ = particles("linear", T=40)
+    attn.causal = False
+    X, past, t, c = X / 4, None, scalar(1.0), dict(h_x=scalar(0.1), h_y=scalar(0.2))
+    c |= dict(a=scalar(0.9)) if template == "plain_euler" else dict(damping_r=scalar(3.0), damping_m=scalar(0.1))
+    X0, Y = X, torch.zeros_like(X)
+    for _ in range(5):
+        velocity, force = attn(X)
+        v, Y, past = INTEGRATORS[template].step(velocity, force, Y, t, past, **c)
+        X, t = X + c["h_x"] * v, t + c["h_x"]
+    for x0, x in zip(X0, X):                                    # each text has its own C_k
+        C = torch.linalg.lstsq(x0, x).solution
+        assert (x0 @ C - x).abs().max() < 1e-10 * x.abs().max() and (x - x0).abs().max() > 1e-2
+
+
+def test_equal_steps_give_the_weights_of_adams_and_bashforth():
+    h, none = scalar(0.1), dict(damping_r=scalar(0.0), damping_m=scalar(0.0))
+    f = iter(scalar([2.0, 5.0, 7.0]))
+    Y, past, Ys, vs = scalar(0.0), None, [], []
+    for v in scalar([1.0, 3.0, 4.0]):
+        dx, Y, past = INTEGRATORS["presymp_ab2"].step(lambda Y: v, lambda Y, v: next(f), Y, scalar(1.0), past, h, h,
+                                                      **none)
+        Ys.append(Y.item())
+        vs.append(dx.item())
+    assert vs == pytest.approx([1.0, 1.5 * 3 - 0.5 * 1, 1.5 * 4 - 0.5 * 3])
+    assert Ys == pytest.approx([0.2, 0.2 + 0.1 * (7.5 - 1), 0.2 + 0.1 * (7.5 - 1) + 0.1 * (10.5 - 2.5)])
+
+
+def test_float32_parts_under_autocast():
+    block = tiny("presymp_etd_ab2").transformer.h[0]
+    x = torch.randn(2, 9, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        velocity, force = block.attn(x)
+        v = velocity(x.bfloat16())
+        assert v.dtype == torch.float32 and block.attn.c_attn(x).dtype == torch.bfloat16
+        x, (Y, t, past) = block(x, (torch.zeros_like(x), torch.tensor(1.0), None))
+        assert {u.dtype for u in (x, Y, t, past[0][1])} == {torch.float32}
+
+
+def kept_bytes(model, T):
+    """Memory that the backward pass of a text of T tokens holds, parameters aside."""
+    storages, parameters = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(u):
+        storages[u.untyped_storage().data_ptr()] = u.untyped_storage().nbytes()
+        return u
+    idx = tokens(1, T)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda u: u):
+        logits, loss = model(idx, idx)                          # held: freed storages would be used again
+    return sum(size for key, size in storages.items() if key not in parameters)
+
+
+@pytest.mark.parametrize("template", ["vanilla", "tmm", *INTEGRATORS])
+def test_memory_of_linear_attention_is_linear(template):
+    model = tiny(template, "linear", block_size=1024)
+    a, b, c = (kept_bytes(model, T) for T in (256, 512, 1024))
+    assert b / a == pytest.approx(2, rel=0.08) and c / b == pytest.approx(2, rel=0.04)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -662,7 +977,9 @@ def test_train_save_load_sample(capfd, monkeypatch):
         assert says in refused(capfd, sample_here, capfd, monkeypatch, args)
 
 
-@pytest.mark.parametrize("settings", ["--optimizer=adamw", "--optimizer=muon"])
+@pytest.mark.parametrize("settings", [
+    "--optimizer=adamw", "--optimizer=muon", "--optimizer=adamw --template=presymp_etd_ab2",
+    "--optimizer=muon --template=conformal_euler --attention=linear"])
 def test_two_processes_equal_one(monkeypatch, settings):
     corpus()
     one = train_here(monkeypatch, f"{SMALL} {settings} --out_dir=one")

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
 
-from model import GPT, GPTConfig
+from model import GPT, INTEGRATORS, GPTConfig
 from prepare import DATASETS, OFFLINE, TOKENIZERS, die, load_tokenizer, prepare, start, write_atomic
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -49,9 +49,16 @@ class TrainConfig:
     out_dir: str = opt("out", "where best.pt, last.pt and metrics.jsonl go")
     overwrite: bool = opt(False, "start anew in an out_dir that already holds a run, which is lost")
     # model
-    template: str = opt("tmm", "residual template, a key of model.TEMPLATES")
+    template: str = opt("tmm", "residual template or integrator, a key of model.TEMPLATES or model.INTEGRATORS")
     attention: str = opt("softmax", "'softmax' or 'linear'")
     aux_init: str = opt("auto", "start of the momentum stream: 'auto' (the template's own), 'embed' or 'zero'")
+    h0: Optional[float] = opt(None, "integrators: where the learned step sizes start; None: one of the next two")
+    h0_first_order: float = opt(0.1, "that of the Euler integrators")
+    h0_second_order: float = opt(0.1, "that of presymp_ab2 and presymp_etd_ab2")
+    t0: float = opt(1.0, "integrators: the time of the first layer")
+    lookahead: bool = opt(False, "integrators: attention reads X + mu Y")
+    symp_force: str = opt("value", "softmax integrators: 'value' (c_proj of v) or 'hamiltonian' (A x, the exact force)")
+    symp_b: str = opt("free", "softmax integrators' matrix B: 'free' (learned), 'identity' or 'derived' (from Q, K, V)")
     n_layer: int = opt(12, "blocks", low=1)
     n_head: int = opt(12, "attention heads, and rows of the matrix templates", low=1)
     n_embd: int = opt(768, "channels", low=1)
@@ -68,7 +75,7 @@ class TrainConfig:
     muon_lr: float = opt(0.02, "peak rate of Muon; a matrix of A x B moves by it times sqrt(max(1, A/B)), that is "
                                "torch's adjust_lr_fn='original'", low=0)
     learning_rate: float = opt(6e-4, "peak rate of AdamW", low=0)
-    scalar_lr: float = opt(3e-3, "peak rate of AdamW for the templates' scalars", low=0)
+    scalar_lr: float = opt(3e-3, "peak rate of AdamW for the learned scalars", low=0)
     weight_decay: float = opt(0.1, "of AdamW on embeddings and matrices", low=0)
     beta1: float = opt(0.9, "of AdamW", low=0, high=0.9999)
     beta2: float = opt(0.95, "of AdamW", low=0, high=0.9999)
@@ -434,9 +441,12 @@ def print_text(tokenizer, tokens):
 def make_model(cfg, meta):
     """The model that the settings name, for the dataset's vocabulary. Exits (2) where GPTConfig raises ValueError."""
     shared = {f.name for f in fields(GPTConfig)} & {f.name for f in fields(TrainConfig)}
+    settings = {name: getattr(cfg, name) for name in shared}
+    if cfg.h0 is None:
+        order = INTEGRATORS[cfg.template].order if cfg.template in INTEGRATORS else 0
+        settings["h0"] = {0: GPTConfig.h0, 1: cfg.h0_first_order, 2: cfg.h0_second_order}[order]
     try:
-        return GPT(GPTConfig(vocab_size=meta["vocab_size"], tokenizer_size=meta["tokenizer_size"],
-                             **{name: getattr(cfg, name) for name in shared}))
+        return GPT(GPTConfig(vocab_size=meta["vocab_size"], tokenizer_size=meta["tokenizer_size"], **settings))
     except ValueError as e:
         die(str(e))
 

@@ -1,0 +1,25 @@
+# Linear SympFormers on TinyStories: the setting of Table 3 [SYMP, app. B]. --template=... picks the integrator.
+dataset = "tinystories"
+out_dir = "out/ts_symp_linear_large"
+
+template = "presymp_etd_ab2"
+attention = "linear"
+n_layer = 8
+n_head = 8
+n_embd = 64
+block_size = 1024
+h0_first_order = 0.3
+h0_second_order = 0.01
+lookahead = True                    # attention at X + mu Y; false for a residual template, which has no momenta
+
+batch_size = 6
+gradient_accumulation_steps = 12
+max_steps = 10_000
+optimizer = "adamw"
+learning_rate = 3e-4
+scalar_lr = 3e-2                    # 100 times the rest
+warmup_steps = 150
+min_lr_ratio = 0.4
+
+eval_interval = 100
+eval_iters = 20
