@@ -9,10 +9,18 @@ the MLP; what the method carries along (momentum, second moments) rides through 
     x, s = attn_step(O, x, s)   with O(u) = attn(ln_1(u))
     x, s = mlp_step(O, x, s)    with O(u) = mlp(ln_2(u))
 
+An integrator (SympFormer) takes more from attention than a step O(x): tokens are particles with positions X and momenta
+Y, attention gives a velocity F(Y) and a force G(Y) at X, and a layer is one time step h of
+
+    dX/dt = F(Y),   dY/dt = G(Y) - alpha(t) Y
+
+after which the MLP moves X alone.
+
 Letters
     B T C    batch, tokens, channels (n_embd)        x     residual stream (B, T, C)
     H D      heads, C / H                            g     O(x), the step that the oracle proposes (B, T, C)
     O        oracle: attention or MLP, after its ln  v m   velocity, momentum (B, T, C)
+    t h      time of a layer, step size (0-dim)      Y     momenta of an integrator (B, T, C)
     N        the substep's auxiliary LayerNorm       r     second moment (B, T, C)
     G M      g, m with each token as an H x D matrix R     each token's D x D second moment (B, T, D, D)
 
@@ -21,7 +29,9 @@ Starts (all initialisation is in GPT._init_weights and in the table TEMPLATES)
     c_proj.weight                 N(0, 0.02 / sqrt(2 n_layer))
     LayerNorm gains, biases       1, 0
     scalars                       0-dim `<name>_raw`, stored before their sigmoid or softplus; raw start 0, but
-                                  nu: softplus^-1(1), lam: -5, h of linear attention: softplus^-1(1)
+                                  nu: softplus^-1(1), lam: -5, h of linear attention: softplus^-1(1);
+                                  an integrator's in INTEGRATORS and ParticleBlock, by their values
+    c_b                           identity
     streams                       embed: aux_wte[idx] + aux_wpe[pos], learned, apart from wte and wpe; ones; eye; zero
 
 Sources: [TMM] Gai, Huang, Wu, "Momentum Streams for Optimizer-Inspired Transformers", arXiv 2605.24425;
