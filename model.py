@@ -46,6 +46,7 @@ from typing import Callable, NamedTuple, Optional
 import torch
 import torch.nn as nn
 from numpy.polynomial.legendre import leggauss
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,25 +67,80 @@ def full_precision(f):
     return wrapped
 
 
+class ByHand(torch.autograd.Function):
+    """f(*inputs)[0], the rest of f's outputs kept for vjp(G, *kept), f's first derivative written by hand. A derivative
+    that is itself differentiated is that of f's operations."""
+
+    @staticmethod
+    def forward(ctx, f, vjp, *inputs):
+        y, *kept = f(*inputs)
+        ctx.f, ctx.vjp, ctx.n = f, vjp, len(inputs)
+        ctx.save_for_backward(*inputs, *kept)
+        return y
+
+    @staticmethod
+    def backward(ctx, G):
+        inputs, kept = ctx.saved_tensors[:ctx.n], ctx.saved_tensors[ctx.n:]
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return None, None, *torch.func.vjp(lambda *u: ctx.f(*u)[0], *inputs)[1](G)
+        with torch.autocast(G.device.type, enabled=False):
+            return None, None, *ctx.vjp(G, *kept)
+
+
+def by_hand(f, vjp, *inputs):
+    """f(*inputs)[0], by ByHand unless torch.compile, torch.func or forward mode must see f's operations."""
+    if (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+            or any(unpack_dual(u).tangent is not None for u in inputs)):
+        return f(*inputs)[0]
+    return ByHand.apply(f, vjp, *inputs)
+
+
 @full_precision
 def newton_schulz(m, H):
-    """Each token of m (B, T, C), as an H x D matrix, with its singular values sent to about 1 ([TMM] app. B, muon).
-
-    Five steps Y <- Q Y with Q = a I + b A + c A^2, A = Y Y^T. Everything but Y is a polynomial in the first A, so the
-    steps run on the small H x H side, A <- A Q^2, P <- Q P, and Y meets P once, at the end.
-    """
-    Y = m.unflatten(-1, (H, -1)).flatten(0, 1)                  # (B*T, H, D)
-    tall = H > Y.size(-1)
-    Y = Y.mT if tall else Y                                     # rows on the smaller side
-    Y = Y / torch.linalg.vector_norm(Y, dim=(1, 2), keepdim=True).clamp_min(1e-12)
-    I = torch.eye(Y.size(1), dtype=Y.dtype, device=Y.device)
-    A, P = torch.bmm(Y, Y.mT), None                             # bmm: fewer autograd nodes than @
-    for k in range(5):
-        Q = torch.bmm(2.0315 * A - 4.7750 * I, A) + 3.4445 * I
-        P = torch.bmm(Q, P) if k else Q
-        A = torch.bmm(A, torch.bmm(Q, Q)) if k < 4 else None
-    Y = torch.bmm(P, Y)
+    """Each token of m (B, T, C), as an H x D matrix, with its singular values sent to about 1 ([TMM] app. B, muon)."""
+    M = m.unflatten(-1, (H, -1)).flatten(0, 1)                  # (B*T, H, D)
+    tall = H > M.size(-1)
+    Y = by_hand(orthogonal, orthogonal_vjp, M.mT if tall else M)    # rows on the smaller side
     return (Y.mT if tall else Y).reshape(m.shape)
+
+
+def orthogonal(M):
+    """Five steps Y <- Q Y with Q = a I + b A + c A^2, A = Y Y^T, from Y = M / f, f the Frobenius norm. Everything but Y
+    is a polynomial in the first A, so the steps run on the small H x H side, and M meets their product P once, at the
+    end. Side by side in W: U = (first A) P, P and U again, which lets vjp take P, U for U, P. Then A = U P."""
+    H, kept = M.size(1), []
+    I = torch.eye(H, dtype=M.dtype, device=M.device)
+    A = torch.bmm(M, M.mT)                                      # bmm: fewer autograd nodes than @
+    f = A.diagonal(dim1=1, dim2=2).sum(-1).clamp_min(1e-24).sqrt()[:, None, None]
+    A = A / f ** 2
+    W = torch.cat([A, I.expand_as(A), A], dim=-1)
+    for k in range(5):
+        Q = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315) + 3.4445 * I
+        kept += A, Q, W
+        W = torch.bmm(Q, W)
+        A = torch.bmm(W[..., :H], W[..., H:2 * H]) if k < 4 else None
+    P = W[..., H:2 * H] / f
+    return torch.bmm(P, M), M, f, P, *kept
+
+
+def orthogonal_vjp(G, M, f, P, *kept):
+    """All H x H matrices are symmetric and move only so, so that of a cotangent the symmetric part counts. S and L are
+    symmetric; g, that of U and P, is any matrix with the right part."""
+    H = M.size(1)
+    g = torch.bmm(G, M.mT)                                      # of P / f
+    t = (g * P).sum((1, 2), keepdim=True)
+    g = F.pad(g / f, (H, 0))
+    for k in reversed(range(5)):
+        A, Q, W = kept[3 * k:3 * k + 3]
+        S = torch.bmm(g, W[..., :2 * H].mT)                     # of Q, by Q U and Q P
+        S = S + S.mT
+        L = torch.bmm(A, S)
+        L = torch.add(L, L.mT).mul_(2.0315 / 2).add_(S, alpha=-4.7750 / 2)      # of A, by Q
+        g = torch.bmm(Q, g).baddbmm_(L, W[..., H:])             # of U, P, by Q U and Q P, and by A = U P
+    L = g[..., :H] + g[..., :H].mT
+    t = t + (L * A).sum((1, 2), keepdim=True)                   # along M itself: taken away, by f
+    L.diagonal(dim1=1, dim2=2).sub_(t[..., 0])
+    return torch.bmm(P, G).baddbmm_(L.div_(f ** 2), M),
 
 
 @full_precision
@@ -96,24 +152,44 @@ def gram(g, H):
 
 @full_precision
 def whiten(m, R, H):
-    """M R^{-1/2} of each token: (B, T, C), (B, T, D, D) -> (B, T, C) ([TMM] app. B, soap and shampoo)."""
+    """M R^{-1/2} of each token, R symmetric: (B, T, C), (B, T, D, D) -> (B, T, C) ([TMM] app. B, soap and shampoo)."""
     M, R = m.unflatten(-1, (H, -1)).flatten(0, 1), R.flatten(0, 1)      # (B*T, H, D), (B*T, D, D)
     tokens = 256 if m.device.type == "cpu" else len(M)          # on a CPU: so few at a time that they stay in cache
-    return torch.cat([inverse_sqrt(*u) for u in zip(M.split(tokens), R.split(tokens))]).view(m.shape)
+    pieces = zip(M.split(tokens), R.split(tokens))
+    return torch.cat([by_hand(inverse_sqrt, inverse_sqrt_vjp, *u) for u in pieces]).view(m.shape)
 
 
 def inverse_sqrt(M, R):
     """M R^{-1/2} for a batch of matrices. X <- X W, Z <- Z W^2 with W = (3I - Z)/2 from Z = R/f, X = I sends X to
     Z^{-1/2}, f the Frobenius norm. Only M X is wanted, so M takes the place of X: two D x D products a step."""
-    I = torch.eye(R.size(-1), dtype=R.dtype, device=R.device)
+    I, kept = torch.eye(R.size(-1), dtype=R.dtype, device=R.device), []
     R = R + 1e-6 * I
     f = torch.linalg.vector_norm(R, dim=(1, 2), keepdim=True)
     Z = R * (-0.5 / f)                                          # minus half of the Z above: W then costs one addition
     for k in range(10):
+        kept += M, Z
         W = Z + 1.5 * I
         M = torch.bmm(M, W)                                     # bmm: fewer autograd nodes than @
         Z = torch.bmm(Z, torch.bmm(W, W)) if k < 9 else None
-    return M * f.rsqrt()
+    return M * f.rsqrt(), M, f, *kept
+
+
+def inverse_sqrt_vjp(G, M, f, *kept):
+    """S, the cotangent of Z, is symmetric. Z W^2 = Z^3 + 3 Z^2 + 9/4 Z takes it to K + K^T: two products a step."""
+    g = G * f.rsqrt()
+    t, S = (g * M).sum((1, 2), keepdim=True), None
+    for k in reversed(range(10)):
+        M, Z = kept[2 * k:2 * k + 2]
+        if k < 9:
+            K = torch.baddbmm(S, Z, S, beta=2)
+            K = torch.baddbmm(S, Z, torch.add(K, K.mT, alpha=0.5), beta=9 / 8)
+            K.baddbmm_(M.mT, g, alpha=0.5)                      # by M W
+        else:
+            K = torch.bmm(M.mT, g / 2)
+        S = K + K.mT
+        g = torch.baddbmm(g, g, Z, beta=1.5)                    # g W
+    t = t + 2 * (S * Z).sum((1, 2), keepdim=True)
+    return g, (t * Z - S / 2) / f
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,41 +220,41 @@ def tmm(O, N, H, x, v, mu, beta, gamma, nu):                    # triple momentu
 
 def adam(O, N, H, x, m, r, beta1, beta2, gamma):
     g = O(x)
-    m, r = ema(beta1, m, g), ema(beta2, r, g * g)
-    return x + gamma * N(m / (r.sqrt() + EPS)), m, r
+    m, r = ema(beta1, m, g), ema(beta2, r, g.square())
+    return x + N(m / (r.sqrt() + EPS), gamma), m, r
 
 
 def adamw(O, N, H, x, m, r, beta1, beta2, gamma, lam):          # decay of the token itself, not of a weight
     g = O(x)
-    m, r = ema(beta1, m, g), ema(beta2, r, g * g)
-    return (1 - lam) * x + gamma * N(m / (r.sqrt() + EPS)), m, r
+    m, r = ema(beta1, m, g), ema(beta2, r, g.square())
+    return (1 - lam) * x + N(m / (r.sqrt() + EPS), gamma), m, r
 
 
 def rmsprop(O, N, H, x, r, beta2, gamma):
     g = O(x)
-    r = ema(beta2, r, g * g)
-    return x + gamma * N(g / (r.sqrt() + EPS)), r
+    r = ema(beta2, r, g.square())
+    return x + N(g / (r.sqrt() + EPS), gamma), r
 
 
 def muon(O, N, H, x, m, beta, gamma):
     m = ema(beta, m, O(x))
-    return x + gamma * N(newton_schulz(m, H)), m
+    return x + N(newton_schulz(m, H), gamma), m
 
 
 def ortho(O, N, H, x, gamma):
-    return x + gamma * N(newton_schulz(O(x), H)),
+    return x + N(newton_schulz(O(x), H), gamma),
 
 
 def soap(O, N, H, x, m, R, beta1, betaR, gamma):
     g = O(x)
     m, R = ema(beta1, m, g), ema(betaR, R, gram(g, H))
-    return x + gamma * N(whiten(m, R, H)), m, R
+    return x + N(whiten(m, R, H), gamma), m, R
 
 
 def shampoo(O, N, H, x, R, betaR, gamma):
     g = O(x)
     R = ema(betaR, R, gram(g, H))
-    return x + gamma * N(whiten(g, R, H)), R
+    return x + N(whiten(g, R, H), gamma), R
 
 
 class Template(NamedTuple):
@@ -315,8 +391,12 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.n_embd))
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
 
-    def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+    def forward(self, x, gamma=None):
+        """gamma LayerNorm(x): gamma times the gain costs less than gamma times the result."""
+        weight, bias = self.weight, self.bias
+        if gamma is not None:
+            weight, bias = gamma * weight, None if bias is None else gamma * bias
+        return F.layer_norm(x, weight.shape, weight, bias, 1e-5)
 
 
 class SoftmaxAttention(nn.Module):

@@ -311,7 +311,7 @@ def test_update_equals_its_formula(template, H):
 def test_identities_hold_exactly(special, general, fixed, dropped):
     """`general` with the fixed scalars is `special`; its first `dropped` streams then do not matter."""
     x, m, weight = torch.randn(2, 5, 12).double(), torch.randn(2, 5, 12).double(), torch.randn(12, 12).double()
-    O, N = lambda u: torch.tanh(u @ weight), lambda u: norm(u, 1.3)
+    O, N = lambda u: torch.tanh(u @ weight), lambda u, gamma=1: norm(u, 1.3 * gamma)
     start = dict(embed=m, ones=torch.ones(1, 1, 1).double(), eye=torch.eye(4).double()[None, None])
     s = [start[kind] for kind in TEMPLATES[general].streams.values()]
     scalars = {name: torch.tensor(0.2 + 0.1 * i).double() for i, name in enumerate(TEMPLATES[special].scalars)}
@@ -344,6 +344,63 @@ def test_matrix_functions_are_twice_differentiable(f):
     m = torch.randn(1, 2, 12).double().requires_grad_()
     assert torch.autograd.gradcheck(f, m, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(f, m)
+
+
+MATRIX_FUNCTIONS = [                                            # wide, tall, one token; whiten with R near zero
+    (lambda m: newton_schulz(m, 2), 300), (lambda m: newton_schulz(m, 6), 300), (lambda m: newton_schulz(m, 3), 1),
+    (lambda m: whiten(m, m[..., :6, None] * m[..., None, :6] + torch.eye(6).double(), 2), 300),
+    (lambda m: whiten(m, m[..., :4, None] * m[..., None, :4] / 1e8, 3), 1)]
+
+
+@pytest.mark.parametrize("f, n", MATRIX_FUNCTIONS)
+def test_derivatives_by_hand_are_autograds(f, n):
+    m, G, d = torch.randn(3, 1, n, 12).double()
+    m.requires_grad_()
+    y = f(m)
+    fast, = torch.autograd.grad(y, m, G, retain_graph=True)
+    plain, = torch.autograd.grad(y, m, G, create_graph=True)
+    again, = torch.autograd.grad((plain * d).sum(), m)
+    assert "ByHand" in str(graph_names(y)) and torch.allclose(fast, plain, rtol=1e-9, atol=1e-12)
+    m = m.detach()
+    value, pushed = torch.func.jvp(f, (m,), (d,))
+    assert torch.equal(value, f(m)) and torch.allclose((pushed * G).sum(), (fast * d).sum(), rtol=1e-9)
+    pull = torch.func.grad(lambda m: (f(m) * G).sum())
+    assert torch.allclose(pull(m), fast, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(torch.func.jvp(pull, (m,), (d,))[1], again, rtol=1e-8, atol=1e-9)
+    assert torch.allclose(torch.func.grad(lambda m: (pull(m) * d).sum())(m), again, rtol=1e-8, atol=1e-9)
+    assert torch.allclose(torch.func.vmap(pull)(m[None])[0], fast, rtol=1e-9, atol=1e-12)
+    x = m.clone().requires_grad_()
+    batched, = torch.autograd.grad(f(x), x, torch.stack([G, 2 * G]), is_grads_batched=True)
+    assert torch.allclose(batched[1], 2 * fast, rtol=1e-9, atol=1e-12)
+
+
+def graph_names(y):
+    """The names of the nodes of y's graph."""
+    nodes, names = [y.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        names.append(node.name())
+        nodes += [u for u, _ in node.next_functions if u is not None]
+    return names
+
+
+def test_derivatives_by_hand_at_zero():
+    for f in (lambda m: newton_schulz(m, 3), lambda m: whiten(m, 0 * m[..., :4, None] * m[..., None, :4], 3)):
+        m, G = torch.zeros(1, 2, 12).double().requires_grad_(), torch.randn(1, 2, 12).double()
+        fast, = torch.autograd.grad(f(m), m, G)
+        plain, = torch.autograd.grad(f(m), m, G, create_graph=True)
+        assert fast.isfinite().all() and torch.allclose(fast, plain, rtol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("f, n", MATRIX_FUNCTIONS)
+def test_matrix_functions_compile(f, n, backend):
+    torch._dynamo.reset()
+    m, G = torch.randn(1, n, 12).double().requires_grad_(), torch.randn(1, n, 12).double()
+    a, b = f(m), torch.compile(f, fullgraph=True, backend=backend)(m)
+    assert torch.allclose(a, b, rtol=1e-12)
+    grads = [torch.autograd.grad(y, m, G)[0] for y in (a, b)]
+    assert torch.allclose(*grads, rtol=1e-8, atol=1e-10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
