@@ -440,7 +440,10 @@ class LinearAttention(nn.Module):
 
 def visible(x, causal=True):
     """n_i, how many tokens token i of x (B, T, C) sees, itself included: (T, 1)."""
-    return torch.arange(1, x.size(1) + 1, device=x.device).unsqueeze(-1) if causal else x.size(1)
+    if not causal:
+        return x.size(1)
+    dtype = torch.promote_types(x.dtype, torch.float32)         # bfloat16 counts to 256
+    return torch.arange(1, x.size(1) + 1, dtype=dtype, device=x.device).unsqueeze(-1)
 
 
 def linear_attention(q, k, v, causal=True):
@@ -471,10 +474,10 @@ def exp_scores(s, causal):
 
 
 @full_precision
-def derived_b(W_V, A):
-    """Sym(W_V (A + 1e-6 I)^{-1}), (C, C)."""
-    I = torch.eye(len(A), dtype=A.dtype, device=A.device)
-    X, _ = torch.linalg.solve_ex(A.to(W_V.dtype) + 1e-6 * I, W_V, left=False)      # _ex: no host synchronisation
+def derived_b(W_V, W_Q, W_K, scale):
+    """Sym(W_V (A + 1e-6 I)^{-1}) with A = scale W_Q^T W_K, (C, C)."""
+    A = scale * W_Q.T @ W_K + 1e-6 * torch.eye(len(W_V), dtype=W_V.dtype, device=W_V.device)
+    X, _ = torch.linalg.solve_ex(A, W_V, left=False)            # _ex: without host synchronisation
     return (X + X.T) / 2
 
 
@@ -486,7 +489,8 @@ class SoftmaxParticles(nn.Module):
         velocity(Y)_i = B Y_i / z_i         force(Y, velocity(Y))_i = c_proj((1 / 2 n_i) sum_j M_ij (r_i + r_j + 2) v_j)
 
     symp_b: B = c_b, I or Sym(W_V A^{-1}). symp_force 'hamiltonian': A x_j for v_j, and no c_proj. M, z, r and what they
-    multiply are float32 or wider under autocast. causal = False on an existing model lets every token see all."""
+    multiply are float32 or wider under autocast. Dropout acts on what c_proj gives. causal = False on an existing model
+    lets every token see all."""
 
     def __init__(self, config, with_force):
         super().__init__()
@@ -503,7 +507,7 @@ class SoftmaxParticles(nn.Module):
         W_Q, W_K, *W_V = self.c_attn.weight.split(x.size(-1))
         M, n = exp_scores(self.scale * q @ k.mT, self.causal), visible(x, self.causal)      # (B, T, T), (T, 1)
         z = M.sum(-1, keepdim=True) / n                         # (B, T, 1)
-        B = self.c_b.weight if self.b == "free" else derived_b(W_V[0], self.scale * W_Q.T @ W_K) if W_V else None
+        B = self.c_b.weight if self.b == "free" else derived_b(W_V[0], W_Q, W_K, self.scale) if W_V else None
 
         @full_precision
         def velocity(Y):
@@ -607,7 +611,8 @@ class Block(nn.Module):
 class ParticleBlock(nn.Module):
     """One layer of an integrator ([SYMP, 5.2]): attention moves the positions x and the momenta Y, then the MLP moves
     the positions alone, looking ahead along their velocity v. s: Y (B, T, C), the time t (0-dim), what the step before
-    has left. In the last layer what only new momenta would need is not there."""
+    has left. In the last layer what only new momenta would need is not there. t moves by h_x without gradient: a step
+    size does not learn through the damping of later layers."""
 
     def __init__(self, config, last):
         super().__init__()
@@ -669,8 +674,8 @@ class GPTConfig:
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd is {self.n_embd}: it must be a multiple of n_head, {self.n_head}")
         for name in ("h0", "t0"):
-            if not 0 < getattr(self, name) < 100:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0 and below 100")
+            if not 1e-6 <= getattr(self, name) <= 100:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be 1e-6 to 100")
         idle = {}                                               # setting: what has no use for it
         if self.attention == "linear":
             idle.update(dict.fromkeys(("symp_force", "symp_b"), "linear attention"))

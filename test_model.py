@@ -19,7 +19,7 @@ import prepare as P
 import sample as S
 import train as T
 from model import ATTENTION, GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, SoftmaxAttention, Substep
-from model import exp_weight, linear_attention, newton_schulz, sample, sigma, whiten
+from model import derived_b, exp_weight, linear_attention, newton_schulz, sample, sigma, whiten
 
 ROOT = Path(__file__).parent
 torch.set_num_threads(1)                                        # the shapes here are too small to share
@@ -642,7 +642,7 @@ def test_integrators_start_where_they_should():
     (dict(template="vanilla", symp_b="identity"), "symp_b is 'identity'"),
     (dict(template="presymp_ab2", attention="linear", symp_force="hamiltonian"), "linear attention has no use for it"),
     (dict(template="presymp_ab2", symp_b="c_b"), "symp_b is 'c_b': it must be one of free, identity, derived"),
-    (dict(template="presymp_ab2", h0=0.0), "h0 is 0.0: it must be above 0"),
+    (dict(template="presymp_ab2", h0=0.0), "h0 is 0.0: it must be 1e-6 to 100"),
     (dict(template="presymp", t0=1.0), "presymp_ab2"),
     (dict(template="presymp_ab2", t0=-1.0), "t0 is -1.0"), (dict(template="presymp_ab2", h0=math.nan), "h0 is nan")])
 def test_config_refuses_what_integrators_have_not(settings, says):
@@ -747,8 +747,35 @@ def test_float32_parts_under_autocast():
         velocity, force = block.attn(x)
         v = velocity(x.bfloat16())
         assert v.dtype == torch.float32 and block.attn.c_attn(x).dtype == torch.bfloat16
+        seen = []
+        hook = block.attn.c_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        force(x, v)
+        assert seen[0].dtype == torch.float32                   # r, M v, M (r v): before the output matrix
+        hook.remove()
         x, (Y, t, past) = block(x, (torch.zeros_like(x), torch.tensor(1.0), None))
         assert {u.dtype for u in (x, Y, t, past[0][1])} == {torch.float32}
+    x = torch.randn(2, 9, 32)
+    derived = tiny("presymp_ab2", symp_b="derived").transformer.h[0].attn
+    q, k, v = (u.requires_grad_(False) for u in derived.c_attn.weight.detach().chunk(3))
+    plain = derived_b(v, q, k, derived.scale)
+    with torch.autocast("cpu", torch.bfloat16):                 # an inverse magnifies what bfloat16 rounds
+        assert torch.equal(derived_b(v, q, k, derived.scale), plain)
+
+
+def test_what_steps_learn_from():
+    """Time moves without gradient; the ratio of two steps does not."""
+    for template, through_past in (("presymp_euler", False), ("presymp_etd_ab2", True)):
+        model = tiny(template, n_layer=4, aux_init="embed").double()
+        first, second = (block.attn_step for block in model.transformer.h[:2])
+        t, Y, past = scalar(1.0), torch.ones(1, 3, 4).double(), ((first.scalars()["h_x"], torch.ones(1, 3, 4).double()),
+                                                                 (first.scalars()["h_y"], torch.ones(1, 3, 4).double()))
+        v, Y, _ = INTEGRATORS[template].step(lambda Y: 2 * Y, lambda Y, v: 3 * Y, Y, t, past, **second.scalars())
+        grads = torch.autograd.grad((v + Y).sum(), [first.h_x_raw, first.h_y_raw], allow_unused=True)
+        assert all(g is not None and g.abs() > 0 for g in grads) if through_past else grads == (None, None)
+        idx = tokens(1, 4)
+        x = model.transformer.wte(idx)
+        _, (_, t, _) = model.transformer.h[0](x, (x, t, None))
+        assert not t.requires_grad and t.item() == pytest.approx(1 + first.scalars()["h_x"].item())
 
 
 def kept_bytes(model, T):
