@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -1039,7 +1041,10 @@ def test_train_save_load_sample(capfd, monkeypatch):
     assert val[-1]["val_loss"] < val[0]["val_loss"] < math.log(320) + 0.1
     last = torch.load("out/last.pt", weights_only=True)
     assert last["step"] == 6 and last["best_val_loss"] == min(r["val_loss"] for r in val)
-    assert last["config"]["template"] == "muon" and last["tokenizer"] == "byte" and len(last["optimizers"]) == 2
+    assert last["config"]["template"] == "muon" and last["tokenizer"] == "byte"
+    assert set(last["optimizer"]) == set(last["model"]) - {"lm_head.weight"}        # state by the parameters' names
+    assert set(last["optimizer"]["transformer.h.0.mlp.c_fc.weight"]) == {"momentum_buffer"}
+    assert set(last["optimizer"]["transformer.wte.weight"]) == {"exp_avg", "exp_avg_sq", "step"}
     assert not any("module" in name or "_orig_mod" in name for name in last["model"])
     model, _ = T.load_checkpoint("out/last.pt", "cpu")
     data, _, meta = T.open_data(config("--dataset=text", "--block_size=16"))
@@ -1145,19 +1150,373 @@ def test_other_errors_are_one_line(capsys, monkeypatch):
     assert "foreign.pt is not a checkpoint" in refused(capsys, T.load_checkpoint, "foreign.pt", "cpu")
 
 
-def test_divergence_stops_before_it_is_saved(capsys, monkeypatch):
+def bad_losses(monkeypatch, calls):
+    """Makes the model's loss NaN in these training micro-batches, counted from 0."""
+    forward, count = GPT.forward, itertools.count()
+
+    def broken(self, idx, targets=None):
+        logits, loss = forward(self, idx, targets)
+        return logits, loss * math.nan if self.training and next(count) in calls else loss
+    monkeypatch.setattr(GPT, "forward", broken)
+
+
+def test_a_step_that_is_not_finite_is_skipped(capsys, monkeypatch):
     corpus()
-    args = f"{SMALL} --optimizer=adamw --max_steps=3 --eval_interval=1 --log_interval=10"
+    train_here(monkeypatch, f"{SMALL} --max_steps=2")
+    bad_losses(monkeypatch, {8, 13})                            # a micro-batch of step 3 and one of step 4
+    train, val = train_here(monkeypatch, f"{SMALL} --out_dir=bad --max_steps=4 --max_bad_steps=3 --eval_interval=2")
+    good, bad = (torch.load(f"{out}/last.pt", weights_only=True) for out in ("out", "bad"))
+    assert all(torch.equal(good["model"][name], bad["model"][name]) for name in good["model"])
+    for name, state in good["optimizer"].items():
+        assert all(torch.equal(state[key], bad["optimizer"][name][key]) for key in state)
+    assert [r["step"] for r in train] == [1, 2] and bad["bad_steps"] == 2 and bad["step"] == 4
+    rows = [json.loads(line) for line in Path("bad/metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if "skipped" in r] == [3, 4]
+    assert "step      3  skipped: loss nan, gradient norm nan (1 in a row)" in capsys.readouterr().out
+
+
+def test_too_many_bad_steps_stop_the_run(capsys, monkeypatch):
+    corpus()
+    with monkeypatch.context() as m:
+        bad_losses(m, set(range(8, 1000)))
+        line = refused(capsys, train_here, m, f"{SMALL} --max_steps=50 --eval_interval=50 --max_bad_steps=3")
+    assert "not finite for 3 steps in a row, to step 5: lower the rates; out/last.pt has the weights before" in line
+    last = torch.load("out/last.pt", weights_only=True)
+    assert last["step"] == 5 and all(t.isfinite().all() for t in last["model"].values())
+    assert all(t.isfinite().all() for state in last["optimizer"].values() for t in state.values())
+    train_main(monkeypatch, "--init_from=resume --out_dir=out --max_steps=6")       # the run can go on
+    assert metrics("out")[0][-1]["step"] == 6 and math.isfinite(metrics("out")[0][-1]["train_loss"])
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(monkeypatch):
+    corpus()
+    losses = iter([3.0, math.nan, -math.inf, 2.0, math.nan])
+    monkeypatch.setattr(T, "evaluate", lambda *a: next(losses))
+    train, val = train_here(monkeypatch, f"{SMALL} --max_steps=4 --eval_interval=1")
+    assert [r["val_loss"] for r in val] == [3.0, None, None, 2.0, None]
+    assert torch.load("out/best.pt", weights_only=True)["step"] == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train: schedules and SAM
+
+
+@pytest.mark.parametrize("settings, corners", [
+    ("--schedule=wsd --max_steps=100 --warmup_steps=10 --decay_start=80",
+     {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 79: 1.0, 80: 1.0, 81: 1 - 0.9 / 20, 90: 0.55, 99: 1 - 0.9 * 19 / 20, 100: 0.1}),
+    ("--schedule=wsd --max_steps=60 --warmup_steps=0 --min_lr_ratio=0", {0: 1.0, 50: 1.0, 55: 0.5, 60: 0.0}),
+    ("--schedule=cosine --max_steps=110 --warmup_steps=10", {0: 0.1, 9: 1.0, 10: 1.0, 60: 0.55, 110: 0.1}),
+    ("config/ts.py --schedule=wsd", {999: 1.0, 8300: 1.0, 9150: 0.55, 10_000: 0.1}),
+    ("config/owt.py --schedule=wsd", {2999: 1.0, 25_000: 1.0, 27_500: 0.55, 30_000: 0.1})])
+def test_schedules(settings, corners):
+    cfg = config(*(str(ROOT / word) if word.startswith("config") else word for word in settings.split()))
+    assert {step: T.schedule(step, cfg) for step in corners} == pytest.approx(corners)
+
+
+def test_sam_climbs_with_one_norm_and_comes_back_exactly():
+    model, idx = tiny(), tokens(2, 9)
+    params = list(model.parameters())
+    model(idx, idx)[1].backward()
+    old, grads = [p.detach().clone() for p in params], [p.grad.clone() for p in params]
+    norm = math.sqrt(sum((g.double() ** 2).sum().item() for g in grads))
+    before = T.ascend(params, 0.05)
+    for p, o, g in zip(params, old, grads):
+        assert torch.allclose(p, o + 0.05 * g / norm, rtol=0, atol=1e-7) and p.grad is None
+    T.restore(params, before)
+    assert all(torch.equal(p, o) for p, o in zip(params, old))
+
+
+@pytest.mark.parametrize("sam", ["on", "decay"])
+def test_a_step_with_sam_is_the_one_by_hand(monkeypatch, sam):
+    """The gradient of the whole batch at theta + rho g/|g|; with 'decay' only in wsd's decay."""
+    corpus()
+    args = (f"{SMALL} --optimizer=adamw --max_steps=1 --warmup_steps=0 --template=hb --weight_decay=0 --sam={sam} "
+            "--sam_rho=0.5 --schedule=wsd --grad_clip=0")
+    train_here(monkeypatch, args + " --decay_start=0")
+    saved = torch.load("out/last.pt", weights_only=True)["optimizer"]
+    cfg = config(*args.split())
+    data, _, meta = T.open_data(cfg)
+    torch.manual_seed(cfg.seed)
+    model, batch = T.make_model(cfg, meta), data.batch(0, 16, torch.device("cpu"))
+    model(*batch)[1].backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    norm = math.sqrt(sum((g.double() ** 2).sum().item() for g in grads.values()))
+    for p in model.parameters():
+        p.data += 0.5 * p.grad / norm
+    model.zero_grad()
+    model(*batch)[1].backward()
+    for name, p in model.named_parameters():
+        assert torch.allclose(saved[name]["exp_avg"], 0.1 * p.grad, rtol=1e-3, atol=1e-7), name
+    assert max((p.grad - grads[name]).abs().max() for name, p in model.named_parameters()) > 1e-4
+    train_here(monkeypatch, args + " --decay_start=1 --out_dir=flat")
+    flat = torch.load("flat/last.pt", weights_only=True)["optimizer"]
+    expected = {"decay": grads, "on": {name: p.grad for name, p in model.named_parameters()}}[sam]
+    assert all(torch.allclose(flat[name]["exp_avg"], 0.1 * g, rtol=1e-3, atol=1e-7) for name, g in expected.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train: resume, interruption
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_after(monkeypatch, step, args):
+    """Runs train.py to the moment when last.pt of this step is on the disk."""
+    whole = T.save
+
+    def save(path, state):
+        whole(path, state)
+        if path.endswith("last.pt") and state["step"] == step:
+            raise Killed
+    monkeypatch.setattr(T, "save", save)
+    with pytest.raises(Killed):
+        train_main(monkeypatch, args)
+    monkeypatch.setattr(T, "save", whole)
+
+
+def equal(a, b):
+    """Whether two checkpoints hold the same run: weights, optimizer, progress, bit by bit."""
+    a, b = (torch.load(f"{out}/last.pt", weights_only=True) for out in (a, b))
+    assert a["model"].keys() == b["model"].keys() and a["optimizer"].keys() == b["optimizer"].keys()
+    assert all(a[key] == b[key] for key in ("step", "best_val_loss", "val_loss", "tokenizer", "model_config"))
+    return all(torch.equal(a["model"][name], t) for name, t in b["model"].items()) and all(
+        torch.equal(a["optimizer"][name][key], t) for name, state in b["optimizer"].items() for key, t in state.items())
+
+
+def losses(out_dir):
+    return [[(r["step"], r.get("train_loss", r.get("val_loss"))) for r in rows] for rows in metrics(out_dir)]
+
+
+@pytest.mark.parametrize("settings", [
+    "--optimizer=muon --schedule=cosine --template=tmm", "--optimizer=adamw --schedule=wsd --sam=decay --template=adam",
+    "--optimizer=muon --schedule=wsd --sam=on --template=soap --attention=linear",
+    "--optimizer=adamw --schedule=cosine --sam=on --template=presymp_etd_ab2"])
+def test_resumed_run_is_the_straight_one_bit_by_bit(monkeypatch, settings):
+    corpus()
+    args = f"{SMALL} {settings} --dropout=0.1 --max_steps=20 --eval_interval=5 --decay_start=8"
     train_here(monkeypatch, args)
-    before = Path("out/last.pt").read_bytes()
-    whole = T.evaluate
-    monkeypatch.setattr(T, "evaluate", lambda *a: math.nan)
-    assert "validation loss is nan at step 0" in refused(capsys, train_here, monkeypatch, args + " --overwrite=true")
-    assert Path("out/last.pt").read_bytes() == before and len(metrics("out")[1]) == 4
-    monkeypatch.setattr(T, "evaluate", whole)
-    line = refused(capsys, train_here, monkeypatch, args + " --out_dir=far --learning_rate=1e30")
-    assert "diverged" in line and all(math.isfinite(r["val_loss"]) for r in metrics("far")[1])
-    assert all(p.isfinite().all() for p in T.load_checkpoint("far/best.pt", "cpu")[0].parameters())
+    killed_after(monkeypatch, 10, args + " --out_dir=again")
+    with open("again/metrics.jsonl", "a") as f:                 # what a killed run may leave: a later row, half of one
+        f.write('{"step": 11, "train_loss": 0.1}\n{"step": 1')
+    Path("again/.last.pt.123.tmp").write_text("half")
+    train_here(monkeypatch, "--init_from=resume --out_dir=again")
+    assert equal("out", "again") and losses("out") == losses("again") and len(losses("out")[0]) == 20
+    assert sorted(os.listdir("again")) == ["best.pt", "last.pt", "metrics.jsonl"]
+
+
+def test_resume_with_other_processes(monkeypatch):
+    corpus()
+    args = f"{SMALL} --dropout=0.1 --eval_interval=3"
+    train_here(monkeypatch, args)
+    killed_after(monkeypatch, 3, args + " --out_dir=two")
+    code, out, err = run("-m torch.distributed.run --standalone --nproc_per_node=2 train.py --init_from=resume "
+                         "--out_dir=two")
+    assert code == 0, err
+    for a, b in zip(losses("out"), losses("two")):
+        assert [step for step, _ in a] == [step for step, _ in b]
+        assert max(abs(x[1] - y[1]) for x, y in zip(a, b)) < 1e-6
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_its_step(monkeypatch, number):
+    corpus()
+    args = f"{SMALL} --max_steps=1000000 --eval_interval=1000000 --warmup_steps=20"
+    process = subprocess.Popen([sys.executable, ROOT / "train.py", *args.split()], stdout=subprocess.PIPE, text=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})
+    for line in process.stdout:
+        if line.startswith("step      3"):
+            process.send_signal(number)
+            break
+    rest = process.stdout.read()
+    assert process.wait() == 0 and "go on with: python train.py --init_from=resume --out_dir=out" in rest
+    step = torch.load("out/last.pt", weights_only=True)["step"]
+    assert f"stopped at step {step};" in rest and step == metrics("out")[0][-1]["step"] >= 3
+    train_here(monkeypatch, f"--init_from=resume --out_dir=out --max_steps={step + 2}")
+    assert [r["step"] for r in metrics("out")[0]] == list(range(1, step + 3))
+
+
+def test_a_kill_while_saving_leaves_a_checkpoint():
+    state = dict(tensor=torch.arange(100_000), step=0)
+    T.save("last.pt", state)
+    for i in range(25):
+        child = os.fork()
+        if child == 0:
+            while True:
+                T.save("last.pt", dict(state, step=i))
+        time.sleep(0.005 * (1 + i % 9))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert torch.equal(torch.load("last.pt", weights_only=True)["tensor"], state["tensor"])
+    assert torch.load("last.pt", weights_only=True)["step"] > 0
+
+
+def test_a_full_disk_leaves_the_checkpoint():
+    import resource
+    T.save("last.pt", dict(step=1))
+    child = os.fork()
+    if child == 0:                                              # a process that may not write more than 1000 bytes
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        sys.stderr = open(os.devnull, "w")
+        try:
+            T.save("last.pt", dict(step=2, tensor=torch.zeros(10_000)))
+        except SystemExit as e:
+            os._exit(e.code)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert torch.load("last.pt", weights_only=True) == dict(step=1) and os.listdir(".") == ["last.pt"]
+
+
+def test_what_resume_refuses_and_what_it_says(capsys, monkeypatch):
+    corpus()
+    train_here(monkeypatch, SMALL)
+    again = lambda args="": refused(capsys, train_main, monkeypatch, f"--init_from=resume --out_dir=out {args}")
+    for name, new, old in (("template", "hb", "tmm"), ("n_layer", 3, 2), ("seed", 1, 42), ("batch_size", 2, 4),
+                           ("optimizer", "adamw", "muon"), ("dropout", 0.5, 0.0)):
+        assert f"{name} is {new!r}: the run in out has {old!r}" in again(f"--{name}={new}")
+    assert "max_steps is 3: the run in out is at step 6" in again("--max_steps=3")
+    assert "no checkpoint nowhere/last.pt" in again("--out_dir=nowhere")
+    P.prepare("text", "byte", out="data/text", files=["corpus.txt", "corpus.txt"])
+    assert "tokens: it had 8852 when the run" in again()
+    P.prepare("text", "gpt2", out="data/text", files=["corpus.txt"])
+    assert "has the tokenizer gpt2" in again()
+    corpus()
+    train_main(monkeypatch, "--init_from=resume --out_dir=out --max_steps=8 --log_interval=2 --learning_rate=1e-3")
+    out = capsys.readouterr().out
+    assert "max_steps: 8 from here on, 6 so far" in out and "learning_rate: 0.001 from here on, 0.0006 so far" in out
+    whole = Path("out/last.pt").read_bytes()
+    state = torch.load("out/last.pt", weights_only=True)
+    for content in (b"", whole[:len(whole) // 2], b"PK"):
+        Path("out/last.pt").write_bytes(content)
+        assert "out/last.pt is not a checkpoint of this project" in again()
+    class Malicious:
+        def __reduce__(self):
+            return os.mkdir, ("owned",)
+    for foreign in (dict(state, config=Malicious()), [1], dict(model={}), dict(state, optimizer={"x": {}}),
+                    {key: value for key, value in state.items() if key != "seconds"}):
+        torch.save(foreign, "out/last.pt")
+        assert "out/last.pt is not a checkpoint of this project" in again()
+    assert not Path("owned").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train: weights to begin with
+
+
+def first_loss(monkeypatch, args):
+    """The validation loss before the first step."""
+    return train_here(monkeypatch, f"{args} --max_steps=0 --overwrite=true")[1][0]["val_loss"]
+
+
+def test_begin_with_weights_of_this_project(capsys, monkeypatch):
+    corpus()
+    val = train_here(monkeypatch, SMALL + " --template=vanilla --bias=true")[1][-1]["val_loss"]
+    few = "--dataset=text --eval_iters=3 --batch_size=4 --dtype=float32 --device=cpu --learning_rate=1e-4"
+    assert first_loss(monkeypatch, f"{few} --out_dir=fine --init_from=out/last.pt") == val    # its shape is taken over
+    assert torch.load("fine/last.pt", weights_only=True)["model_config"]["bias"] is True
+    assert first_loss(monkeypatch, f"{few} --out_dir=short --init_from=out/last.pt --block_size=8") < 6
+    seed = f"{few} --out_dir=hb --init_from=out/last.pt --template=hb --overwrite=true"
+    line = refused(capsys, train_main, monkeypatch, seed)
+    assert ("do not fit this model: not there: transformer.aux_wpe.weight, transformer.aux_wte.weight, transformer.h.*."
+            "attn_step.beta_raw" in line and "--strict=false takes what fits" in line)
+    train_here(monkeypatch, seed + " --strict=false --max_steps=1")
+    assert "took 29 of 47 tensors from out/last.pt" in capsys.readouterr().out
+    assert "of another shape: lm_head.weight" in refused(capsys, train_main, monkeypatch,
+                                                         f"{few} --out_dir=wide --init_from=out --n_embd=64")
+    assert "no checkpoint nowhere.pt" in refused(capsys, train_main, monkeypatch, f"{few} --init_from=nowhere.pt")
+    P.prepare("text", "gpt2", out="data/text", files=["corpus.txt"])
+    assert "has the tokenizer gpt2" in refused(capsys, train_main, monkeypatch, f"{few} --out_dir=z --init_from=out")
+
+
+def test_begin_with_a_checkpoint_of_nanogpt(monkeypatch):
+    corpus()
+    model = tiny("vanilla", n_layer=2, bias=True, vocab_size=320, block_size=16)
+    weights = {f"_orig_mod.{name}": t for name, t in model.state_dict().items()}
+    weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)       # the mask of its slow attention
+    args = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, bias=True, vocab_size=320, dropout=0.0)
+    torch.save(dict(model=weights, model_args=args, optimizer={}, iter_num=7, best_val_loss=torch.tensor(1.0),
+                    config=dict(dataset="x")), "ckpt.pt")
+    few = "--dataset=text --eval_iters=3 --batch_size=4 --dtype=float32 --device=cpu --out_dir=fine"
+    loss = first_loss(monkeypatch, f"{few} --init_from=ckpt.pt")
+    cfg = config(*few.split(), "--block_size=16")
+    assert loss == T.evaluate(model.eval(), T.open_data(cfg)[1], cfg, torch.device("cpu"), T.autocast(
+        torch.device("cpu"), "float32"))
+
+
+def test_begin_with_gpt2(capsys, monkeypatch):
+    """Through a stand-in for transformers, whose GPT-2 keeps its matrices transposed."""
+    P.prepare("text", "gpt2", files=[write_table("a.jsonl", ["some text"] * 400)])
+    model = tiny("vanilla", n_layer=2, bias=True, vocab_size=50257, block_size=16)
+    weights = {n: t.T.contiguous() if n.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else t
+               for n, t in model.state_dict().items()}
+    weights["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    shape = types.SimpleNamespace(n_layer=2, n_head=4, n_embd=32, n_positions=16, vocab_size=50257)
+    fake = types.SimpleNamespace(config=shape, state_dict=lambda: dict(weights))
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(
+        GPT2LMHeadModel=types.SimpleNamespace(from_pretrained=lambda name: fake)))
+    few = "--dataset=text --eval_iters=3 --batch_size=2 --dtype=float32 --device=cpu --out_dir=fine"
+    loss = first_loss(monkeypatch, f"{few} --init_from=gpt2")
+    cfg = config(*few.split(), "--block_size=16")
+    assert loss == T.evaluate(model.eval(), T.open_data(cfg)[1], cfg, torch.device("cpu"), T.autocast(
+        torch.device("cpu"), "float32"))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install transformers" in refused(capsys, train_main, monkeypatch, f"{few} --init_from=gpt2-medium")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train: processes, watching a run
+
+
+def test_processes_that_drift_apart_are_noticed(monkeypatch):
+    model = tiny()
+    T.check_replicas(model)
+    monkeypatch.setattr(T.dist, "is_initialized", lambda: True)
+    seen = []
+
+    def all_reduce(t, op):                                      # what the maximum over two processes would give
+        seen.append(t.clone())
+        if len(seen) > 1:
+            t.copy_(torch.maximum(seen[0], seen[-1]))
+    monkeypatch.setattr(T.dist, "all_reduce", all_reduce)
+    T.check_replicas(model)
+    T.check_replicas(model)
+    with torch.no_grad():
+        p = model.transformer.h[1].mlp.c_fc.weight
+        p[3, 4] = torch.nextafter(p[3, 4], torch.tensor(9.0))   # one bit
+    with pytest.raises(RuntimeError, match="weights differ"):
+        T.check_replicas(model)
+
+
+@pytest.mark.parametrize("template", ["vanilla", "presymp_euler"])
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_flops_are_those_that_torch_counts(template, attention):
+    from torch.utils.flop_counter import FlopCounterMode
+    model = tiny(template, attention, n_layer=8, n_embd=64, block_size=256)
+    model.fused_attention(False)
+    idx = tokens(1, 256)
+    with FlopCounterMode(display=False) as counter:
+        model(idx, idx)[1].backward()
+    assert T.flops_per_token(model) == pytest.approx(counter.get_total_flops() / 256, rel=0.08)
+    assert T.peak_flops(torch.device("cpu"), "bfloat16") is None
+
+
+def test_wandb_is_optional(capsys, monkeypatch):
+    corpus()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "pip install wandb" in refused(capsys, train_main, monkeypatch, SMALL + " --wandb_log=true")
+    rows, modes = [], []
+
+    def init(mode=None, **settings):
+        modes.append(mode)
+        if mode is None:
+            raise RuntimeError("no network")
+        return types.SimpleNamespace(log=lambda row, step: rows.append((step, row)), finish=lambda: modes.append("end"))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    train, val = train_here(monkeypatch, SMALL + " --wandb_log=true")
+    assert modes == [None, "offline", "end"] and len(rows) == len(train) + len(val)
+    assert "wandb logs offline (RuntimeError: no network)" in capsys.readouterr().err
 
 
 def test_processes_must_divide_the_accumulation():

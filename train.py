@@ -4,6 +4,7 @@ Trains any variant of model.py, on one device or under torchrun.
     python train.py                                            # config/demo.py: a few minutes on two CPU cores
     python train.py config/ts.py --template=muon               # a recipe, with one setting changed
     torchrun --nproc_per_node=8 train.py config/owt.py         # one node, eight GPUs
+    python train.py --init_from=resume --out_dir=out/ts        # goes on with an interrupted run
 
 Arguments are config files (plain assignments) and --key=value or --key value; a later one wins. Without a config file
 config/demo.py is read first. Writes best.pt, last.pt and metrics.jsonl into out_dir.
@@ -16,10 +17,13 @@ import json
 import math
 import os
 import pickle
+import re
+import signal
 import sys
 import time
 import typing
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from functools import lru_cache
 from typing import Optional
 
@@ -48,6 +52,9 @@ class TrainConfig:
     data_dir: str = opt("data", "where the datasets are")
     out_dir: str = opt("out", "where best.pt, last.pt and metrics.jsonl go")
     overwrite: bool = opt(False, "start anew in an out_dir that already holds a run, which is lost")
+    init_from: str = opt("scratch", "'scratch'; 'resume': go on with out_dir's last.pt; or weights to begin with: a "
+                                    "checkpoint of this project or of nanoGPT (a path), or 'gpt2', 'gpt2-medium', ...")
+    strict: bool = opt(True, "weights to begin with must fit the model exactly; false: what fits is taken")
     # model
     template: str = opt("tmm", "residual template or integrator, a key of model.TEMPLATES or model.INTEGRATORS")
     attention: str = opt("softmax", "'softmax' or 'linear'")
@@ -81,8 +88,15 @@ class TrainConfig:
     beta1: float = opt(0.9, "of AdamW", low=0, high=0.9999)
     beta2: float = opt(0.95, "of AdamW", low=0, high=0.9999)
     grad_clip: float = opt(1.0, "global gradient norm; 0: off", low=0)
+    max_bad_steps: int = opt(10, "stop after so many steps in a row with a loss or gradient that is not finite", low=1)
+    schedule: str = opt("cosine", "of the rates after a linear warmup: 'cosine', or 'wsd': flat, then linear",
+                        ("cosine", "wsd"))
     warmup_steps: int = opt(1000, "linear warmup", low=0)
-    min_lr_ratio: float = opt(0.1, "rate at the end of the cosine, relative to the peak", low=0, high=1)
+    decay_start: Optional[int] = opt(None, "wsd: where the decay begins; None: with the last sixth of the run", low=0)
+    min_lr_ratio: float = opt(0.1, "rate at the end of the schedule, relative to the peak", low=0, high=1)
+    sam: str = opt("off", "sharpness-aware minimization: 'on', or 'decay': in the decay of wsd only (SAWD)",
+                   ("off", "on", "decay"))
+    sam_rho: float = opt(0.05, "length of its ascent step", low=0)
     # evaluation and logging
     eval_interval: int = opt(100, "steps between evaluations", low=1)
     eval_iters: int = opt(160, "validation batches, the same ones each time and for every seed", low=1)
@@ -94,6 +108,14 @@ class TrainConfig:
                              "hardware has it",
                      ("auto", "bfloat16", "float32"))
     compile: Optional[bool] = opt(None, "torch.compile; None: on cuda only")
+    wandb_log: bool = opt(False, "also log to Weights & Biases (needs the package wandb)")
+    wandb_project: str = opt("momentum-streams", "its project there; the run is named after out_dir")
+
+
+# What a resumed run may not change: it would not be the same run. All else may, and a change is printed.
+FIXED = ("dataset", "template", "attention", "aux_init", "h0", "h0_first_order", "h0_second_order", "t0", "lookahead",
+         "symp_force", "symp_b", "n_layer", "n_head", "n_embd", "block_size", "dropout", "bias", "batch_size",
+         "gradient_accumulation_steps", "seed", "optimizer")
 
 
 def convert(value, kind, where):
@@ -129,8 +151,9 @@ def read_config(path):
     return {k: v for k, v in values.items() if k != "__doc__"}
 
 
-def parse_args(cls, argv, default_config=None):
-    """An instance of the dataclass cls from config files and --key=value; later wins. Exits (2) on a wrong one."""
+def parse_args(cls, argv, default_config=None, base={}):
+    """An instance of the dataclass cls from default_config (if argv names no config file), the values of base, then
+    argv's config files and --key=value; later wins. Exits (2) on a wrong one."""
     if "-h" in argv or "--help" in argv:
         print_help(cls)
     kinds, settings = typing.get_type_hints(cls), []            # settings: (key, value, where it was read)
@@ -145,6 +168,7 @@ def parse_args(cls, argv, default_config=None):
         if not equals and (not args or args[0].startswith("--")):
             die(f"{arg} has no value: write {arg}=VALUE")
         settings.append((key, value if equals else args.pop(0), f"--{key}"))
+    settings = [(k, v, k) for k, v in base.items()] + settings
     if default_config and not configs:
         settings = [(k, v, f"{k} in {default_config}") for k, v in read_config(default_config).items()] + settings
     values = {}
@@ -368,12 +392,61 @@ class Float32Muon(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def decay_start(cfg):
+    """The step at which the decay of wsd begins."""
+    return cfg.max_steps - cfg.max_steps // 6 if cfg.decay_start is None else cfg.decay_start
+
+
 def schedule(step, cfg):
-    """The multiplier of every rate at a step: linear warmup, then a cosine to min_lr_ratio at max_steps."""
+    """The multiplier of every rate at a step: linear warmup, then to min_lr_ratio at max_steps by a cosine, or (wsd)
+    flat until decay_start and linear from there ([TMM, D.3])."""
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
+    if cfg.schedule == "wsd":
+        start = decay_start(cfg)
+        return 1 - (1 - cfg.min_lr_ratio) * max(0, step - start) / max(1, cfg.max_steps - start)
     progress = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@torch.no_grad()
+def ascend(params, rho):
+    """SAM's ascent: theta <- theta + rho g / |g|, the norm over all parameters. Drops the gradients and returns the
+    values before, which undo it exactly. (Foret et al., arXiv 2010.01412; [TMM, 6.1])"""
+    before = [p.clone() for p in params]
+    scale = rho / (torch.nn.utils.get_total_norm([p.grad for p in params]) + 1e-12)
+    for p in params:
+        p += scale * p.grad
+        p.grad = None
+    return before
+
+
+@torch.no_grad()
+def restore(params, before):
+    for p, old in zip(params, before):
+        p.copy_(old)
+
+
+def flops_per_token(model):
+    """FLOPs of the matrix products of one training token, forward and backward: 6 a weight that multiplies (the head,
+    not the other embeddings), and attention's own, as if nothing were masked (linear: with chunks of C tokens)."""
+    c = model.config
+    weights = c.n_embd * c.vocab_size + sum(p.numel() for p in model.transformer.h.parameters() if p.ndim == 2)
+    own = {("softmax", False): 4 * c.block_size * c.n_embd, ("softmax", True): 6 * c.block_size * c.n_embd,
+           ("linear", False): 8 * c.n_embd ** 2, ("linear", True): 16 * c.n_embd ** 2}
+    return 6 * weights + 3 * c.n_layer * own[c.attention, c.template in INTEGRATORS]
+
+
+def peak_flops(device, dtype):
+    """The device's dense peak in FLOPs a second, or None where we do not know it."""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
+              "A40": 150e12, "A10G": 70e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}     # vendors' bfloat16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -395,11 +468,37 @@ def evaluate(model, split, cfg, device, amp, rank=0, world=1):
     return loss / n
 
 
-def checkpoint(model, optimizers, cfg, meta, step, best, val_loss):
-    """All that a run is, as plain types and tensors: torch.load(path, weights_only=True) reads it."""
+def checkpoint(model, optimizers, cfg, meta, **progress):
+    """All that a run is, as plain types and tensors: torch.load(path, weights_only=True) reads it. Data order and
+    dropout are functions of (seed, step), so the step stands for the state of the random numbers too."""
     return dict(model=model.state_dict(), model_config=asdict(model.config), tokenizer=meta["tokenizer"],
-                optimizers=[o.state_dict() for o in optimizers], config=asdict(cfg), step=step,
-                val_loss=val_loss, best_val_loss=best)
+                train_tokens=meta["train_tokens"], optimizer=optimizer_state(optimizers), config=asdict(cfg),
+                **progress)
+
+
+def named_state(optimizer):
+    """[(name, parameter)] of an optimizer, in the order of its state_dict."""
+    return [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
+
+
+def optimizer_state(optimizers):
+    """{parameter's name: its state}, over all optimizers."""
+    return {name: o.state[p] for o in optimizers for name, p in named_state(o) if p in o.state}
+
+
+def load_optimizer_state(optimizers, saved):
+    """The reverse. Raises ValueError if the parameters' names, or what is kept of one, are not the same."""
+    names = [name for o in optimizers for name, _ in named_state(o)]
+    if saved and set(names) != set(saved):
+        raise ValueError(f"optimizer state is missing or unknown for {brief(set(names) ^ set(saved))}")
+    for o in optimizers:
+        state = o.state_dict()
+        for i, (name, p) in enumerate(named_state(o)):
+            if name in saved:
+                if any(t.shape not in (p.shape, ()) for t in saved[name].values()):
+                    raise ValueError(f"the optimizer state of {name} has another shape")
+                state["state"][i] = saved[name]
+        o.load_state_dict(state)
 
 
 def save(path, state):
@@ -408,6 +507,14 @@ def save(path, state):
             torch.save(state, f)
     except (OSError, RuntimeError) as e:
         die(f"cannot save {path} ({e}): free the disk or name another out_dir; the file before is intact")
+
+
+def refuse(path, e):
+    """Exits (2): what is wrong with a checkpoint, in a line."""
+    if isinstance(e, FileNotFoundError):
+        die(f"no checkpoint {path}: train one first (python train.py) or name its folder with --out_dir")
+    detail = "no tensors and plain values" if isinstance(e, pickle.UnpicklingError) else reason(e)
+    die(f"{path} is not a checkpoint of this project ({detail}): name another file")
 
 
 def load_checkpoint(path, device):
@@ -419,11 +526,89 @@ def load_checkpoint(path, device):
         if load_tokenizer(state["tokenizer"]).size != model.config.tokenizer_size:
             raise ValueError(f"tokenizer_size {model.config.tokenizer_size} is not that of {state['tokenizer']}")
         return model.to(device).eval(), state
-    except FileNotFoundError:
-        die(f"no checkpoint {path}: train one first (python train.py) or name its folder with --out_dir")
     except Exception as e:                                      # torch.load raises whatever a bad file provokes
-        detail = "no tensors and plain values" if isinstance(e, pickle.UnpicklingError) else reason(e)
-        die(f"{path} is not a checkpoint of this project ({detail}): name another file")
+        refuse(path, e)
+
+
+def brief(names):
+    """Parameters' names in a line, one for all layers."""
+    names = sorted({re.sub(r"\.h\.\d+\.", ".h.*.", name) for name in names})
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starting points
+
+
+def resume(cfg, argv):
+    """(settings, checkpoint) of the run in cfg.out_dir: those it was saved with, where argv does not change them. Exits
+    (2) if argv changes one that makes it another run."""
+    path = os.path.join(cfg.out_dir, "last.pt")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        saved = {name: state["config"][name] for name in {f.name for f in fields(TrainConfig)} & set(state["config"])}
+        missing = {"model", "optimizer", "step", "best_val_loss", "evaluated", "seconds", "bad_steps"} - set(state)
+        if missing:
+            raise ValueError(f"it lacks {brief(missing)}")
+    except Exception as e:
+        refuse(path, e)
+    saved.update(out_dir=cfg.out_dir, init_from="resume", overwrite=False)
+    cfg = parse_args(TrainConfig, argv, base=saved)
+    for name, old in saved.items():
+        new = getattr(cfg, name)
+        if new != old and name in FIXED:
+            die(f"{name} is {new!r}: the run in {cfg.out_dir} has {old!r} and goes on with that, leave it out or begin "
+                "another run")
+        if new != old and local_rank() == 0:
+            print(f"{name}: {new!r} from here on, {old!r} so far")
+    return cfg, state
+
+
+def read_weights(source):
+    """(state_dict, settings of its model, tokenizer or None) of a checkpoint of ours or of nanoGPT, or of Hugging
+    Face's gpt2*. Exits (2) if there is none."""
+    if source.startswith("gpt2") and not os.path.exists(source):
+        try:
+            from transformers import GPT2LMHeadModel
+        except ImportError:
+            die(f"init_from is {source}: that needs the package transformers, pip install transformers")
+        try:
+            model = GPT2LMHeadModel.from_pretrained(source)
+        except (OSError, ValueError) as e:
+            die(f"init_from is {source}: cannot load it ({reason(e)})")
+        c, weights = model.config, model.state_dict()
+        for name in weights:                                    # its matrices are stored for x W, not for W x
+            if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+                weights[name] = weights[name].T
+        settings = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, block_size=c.n_positions, bias=True)
+        return weights, dict(settings, template="vanilla", vocab_size=c.vocab_size), "gpt2"
+    path = os.path.join(source, "best.pt") if os.path.isdir(source) else source
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if "model_args" in state:                               # nanoGPT's
+            weights = {name.removeprefix("_orig_mod."): t for name, t in state["model"].items()}
+            return weights, dict(state["model_args"], template="vanilla"), None
+        GPTConfig(**state["model_config"])
+        return dict(state["model"]), state["model_config"], state["tokenizer"]
+    except Exception as e:
+        refuse(path, e)
+
+
+def load_weights(model, weights, source, strict):
+    """Puts weights into the model, position tables cut to its block_size, and says what differs; exits (2) if anything
+    does, unless strict is false: then the rest stays at its start."""
+    weights = {name: t[:model.config.block_size] if name.endswith("wpe.weight") else t for name, t in weights.items()
+               if not name.endswith((".attn.bias", ".attn.masked_bias"))}      # masks, in older GPT-2s
+    own = model.state_dict()
+    fit = {name: t for name, t in weights.items() if name in own and t.shape == own[name].shape}
+    differences = "; ".join(f"{what}: {brief(names)}" for what, names in (
+        ("not there", own.keys() - weights.keys()), ("of another shape", (own.keys() & weights.keys()) - fit.keys()),
+        ("not in this model", weights.keys() - own.keys())) if names)
+    if differences and strict:
+        die(f"the weights of {source} do not fit this model: {differences}. --strict=false takes what fits")
+    if differences and local_rank() == 0:
+        print(f"took {len(fit)} of {len(own)} tensors from {source}, the others are at their start; {differences}")
+    model.load_state_dict(fit, strict=False)
 
 
 def print_text(tokenizer, tokens):
@@ -439,27 +624,33 @@ def print_text(tokenizer, tokens):
 # The run
 
 
-def make_model(cfg, meta):
-    """The model that the settings name, for the dataset's vocabulary. Exits (2) where GPTConfig raises ValueError."""
+def make_model(cfg, meta, vocab_size=None):
+    """The model that the settings name, for the dataset's vocabulary, padded as its weights to begin with are. Exits
+    (2) where GPTConfig raises ValueError."""
     shared = {f.name for f in fields(GPTConfig)} & {f.name for f in fields(TrainConfig)}
     settings = {name: getattr(cfg, name) for name in shared}
     if cfg.h0 is None:
         order = INTEGRATORS[cfg.template].order if cfg.template in INTEGRATORS else 0
         settings["h0"] = {0: GPTConfig.h0, 1: cfg.h0_first_order, 2: cfg.h0_second_order}[order]
     try:
-        return GPT(GPTConfig(vocab_size=meta["vocab_size"], tokenizer_size=meta["tokenizer_size"], **settings))
+        return GPT(GPTConfig(vocab_size=vocab_size or meta["vocab_size"], tokenizer_size=meta["tokenizer_size"],
+                             **settings))
     except ValueError as e:
         die(str(e))
 
 
 def check_out(cfg):
-    """Exits (2) if out_dir cannot be written, or holds a run that --overwrite=true has not given up."""
+    """Exits (2) if out_dir cannot be written, or holds a run that --overwrite=true has not given up. Removes what a
+    killed process has half written."""
     old = [name for name in ("metrics.jsonl", "last.pt", "best.pt") if os.path.exists(os.path.join(cfg.out_dir, name))]
-    if old and not cfg.overwrite:
-        die(f"out_dir {cfg.out_dir} already holds a run ({', '.join(old)}): name another --out_dir, or lose it with "
-            "--overwrite=true")
+    if old and not cfg.overwrite and cfg.init_from != "resume":
+        die(f"out_dir {cfg.out_dir} already holds a run ({', '.join(old)}): go on with it by --init_from=resume, name "
+            "another --out_dir, or lose it with --overwrite=true")
     try:
         os.makedirs(cfg.out_dir, exist_ok=True)
+        for name in os.listdir(cfg.out_dir):
+            if re.fullmatch(r"\.(last\.pt|best\.pt|metrics\.jsonl)\.\d+\.tmp", name):
+                os.remove(os.path.join(cfg.out_dir, name))
     except OSError as e:
         die(f"cannot write to out_dir {cfg.out_dir} ({e}): name another --out_dir")
 
@@ -473,25 +664,76 @@ def log(cfg, **row):
         die(f"cannot write to {cfg.out_dir}/metrics.jsonl ({e}): free the disk")
 
 
-def check_finite(loss, step, kind):
-    if not math.isfinite(loss):
-        die(f"{kind} loss is {loss} at step {step}: "
-            "training diverged, lower the rates; the checkpoints are of earlier steps")
+def cut_log(cfg, step):
+    """Drops from metrics.jsonl what is later than a step, and a torn last line."""
+    path = os.path.join(cfg.out_dir, "metrics.jsonl")
+    kept = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            for line in f:
+                with contextlib.suppress(ValueError):
+                    if line.endswith("\n") and json.loads(line)["step"] <= step:
+                        kept.append(line)
+    with write_atomic(path) as f:
+        f.write("".join(kept).encode())
+
+
+def finite(x):
+    """x for a log: null where it is no number."""
+    return x if math.isfinite(x) else None
 
 
 def clock(seconds):
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
+def start_wandb(cfg):
+    """A Weights & Biases run, offline where it cannot be reached. Exits (2) if the package is missing."""
+    try:
+        import wandb
+    except ImportError:
+        die("wandb_log is true: that needs the package wandb, pip install wandb")
+    settings = dict(project=cfg.wandb_project, name=cfg.out_dir, config=asdict(cfg), dir=cfg.out_dir)
+    try:
+        return wandb.init(**settings)
+    except Exception as e:                                      # no key, no network
+        print(f"warning: wandb logs offline ({reason(e)})", file=sys.stderr)
+        return wandb.init(**settings, mode="offline")
+
+
+def check_replicas(model):
+    """Raises RuntimeError unless all processes have the same weights, bit by bit (by the sum of their bits)."""
+    if dist.is_initialized():
+        total = sum(p.detach().view(torch.int32).sum(dtype=torch.int64) for p in model.parameters())
+        highest = torch.stack([total, -total])
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        if highest[0] != -highest[1]:
+            raise RuntimeError("the processes' weights differ")
+
+
 def main():
-    cfg = parse_args(TrainConfig, sys.argv[1:], os.path.join(os.path.dirname(__file__), "config", "demo.py"))
+    argv, state = sys.argv[1:], None
+    demo = os.path.join(os.path.dirname(__file__), "config", "demo.py")
+    cfg = parse_args(TrainConfig, argv, demo)
+    weights = tokenizer = vocab_size = None
+    if cfg.init_from == "resume":
+        cfg, state = resume(cfg, argv)
+        weights, tokenizer, vocab_size = state["model"], state["tokenizer"], state["model_config"]["vocab_size"]
+    elif cfg.init_from != "scratch":
+        weights, shape, tokenizer = read_weights(cfg.init_from)
+        vocab_size = shape["vocab_size"]
+        known = {f.name for f in fields(TrainConfig)} - {"h0"}  # h0 is where scalars started that now are loaded
+        cfg = parse_args(TrainConfig, argv, demo, {k: v for k, v in shape.items() if k in known})
+    if cfg.sam == "decay" and cfg.schedule != "wsd":
+        die(f"sam is 'decay': schedule is {cfg.schedule!r}, which has no decay phase; use --schedule=wsd or --sam=on")
 
     # one process, or one of many under torchrun
     device = pick_device(cfg.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        wait = timedelta(hours=3)                               # rank 0 may be busy with data or a disk for long
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     master = rank == 0
     if cfg.gradient_accumulation_steps % world:
@@ -500,11 +742,19 @@ def main():
 
     # data, model, optimizers
     train, val, meta = open_data(cfg)
+    if tokenizer not in (None, meta["tokenizer"]) or (vocab_size or math.inf) < meta["tokenizer_size"]:
+        die(f"dataset {cfg.dataset} has the tokenizer {meta['tokenizer']} of {meta['tokenizer_size']} ids, the weights "
+            f"({cfg.init_from}) have {tokenizer or 'one'} of at most {vocab_size}: prepare it with theirs")
+    if state and state["train_tokens"] != meta["train_tokens"]:
+        die(f"dataset {cfg.dataset} has {meta['train_tokens']} tokens: it had {state['train_tokens']} when the run in "
+            f"{cfg.out_dir} was saved")
     torch.manual_seed(cfg.seed)
-    raw_model = model = make_model(cfg, meta).to(device)
+    raw_model = model = make_model(cfg, meta, vocab_size)
+    if weights is not None:
+        load_weights(raw_model, weights, cfg.init_from, cfg.strict or state is not None)
+    raw_model.to(device)
     if master:
         check_out(cfg)
-    torch.manual_seed(cfg.seed + rank)                          # each process its own dropout
     dtype = pick_dtype(cfg.dtype, device)
     amp = autocast(device, dtype)
     if cfg.compile or (cfg.compile is None and device.type == "cuda"):
@@ -512,28 +762,79 @@ def main():
     forward = model                                             # for evaluation: without DDP
     if dist.is_initialized():
         model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
+    params = list(raw_model.parameters())
     optimizers = make_optimizers(raw_model, cfg, device)
+    best, step, busy, bad_steps, evaluated = math.inf, 0, 0.0, 0, False
+    if state:
+        best, step, busy, bad_steps, evaluated = (
+            state[k] for k in ("best_val_loss", "step", "seconds", "bad_steps", "evaluated"))
+        try:
+            load_optimizer_state(optimizers, state["optimizer"])
+        except Exception as e:
+            refuse(f"{cfg.out_dir}/last.pt", e)
+        if step > cfg.max_steps:
+            die(f"max_steps is {cfg.max_steps}: the run in {cfg.out_dir} is at step {step}")
+        if master:
+            cut_log(cfg, step)
     sequences = cfg.batch_size * cfg.gradient_accumulation_steps
+    peak = peak_flops(device, dtype)
+    wandb_run = start_wandb(cfg) if cfg.wandb_log and master else None
     if master:
         print(f"{cfg.template}, {cfg.attention} attention: {raw_model.num_params():,} parameters; {cfg.dataset}: "
               f"{meta['train_tokens']:,} tokens, {meta['tokenizer']}; {sequences * cfg.block_size:,} tokens a step")
-        print(f"{world} x {device.type}, {dtype}, {'compiled' if forward is not raw_model else 'not compiled'}")
+        print(f"{world} x {device.type}, {dtype}, {'compiled' if forward is not raw_model else 'not compiled'}"
+              + (f"; from step {step}" if state else ""))
 
-    best, step, busy = math.inf, 0, 0.0
+    def record(**row):
+        log(cfg, **row)
+        if wandb_run:
+            wandb_run.log(row, step=step)
+
+    def save_as(*names, **progress):
+        state = checkpoint(raw_model, optimizers, cfg, meta, step=step, best_val_loss=best, seconds=busy,
+                           bad_steps=bad_steps, **progress)
+        for name in names:
+            save(os.path.join(cfg.out_dir, name), state)
+
+    def backward():
+        """Adds the gradients of this process's share of the step; returns its mean loss."""
+        loss = torch.zeros((), device=device)
+        firsts = micro_batches(step, cfg, rank, world)
+        for first in firsts:
+            x, y = train.batch(first, cfg.batch_size, device)
+            torch.manual_seed(int(np.random.SeedSequence([cfg.seed, first]).generate_state(1)[0]))     # of dropout
+            with model.no_sync() if world > 1 and first != firsts[-1] else contextlib.nullcontext():
+                with amp:
+                    micro_loss = model(x, y)[1] / len(firsts)
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        return loss
+
+    stop = []                                                   # signals that asked for an end
+    def on_signal(number, frame):
+        if stop and world == 1:
+            raise KeyboardInterrupt                             # a second one does not wait for the step
+        stop.append(number)                                     # (torchrun itself sends several)
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    stopping, since = False, (step, busy)
     while True:
         last = step == cfg.max_steps
+        if stopping:
+            if master:
+                save_as("last.pt", evaluated=evaluated)
+            break
 
         # evaluate and save
-        if last or step % cfg.eval_interval == 0:
+        if (last or step % cfg.eval_interval == 0) and not evaluated:
+            check_replicas(raw_model)
             val_loss = evaluate(forward, val, cfg, device, amp, rank, world)
-            check_finite(val_loss, step, "validation")
-            improved, best = val_loss < best, min(best, val_loss)
+            improved = math.isfinite(val_loss) and val_loss < best
+            best = val_loss if improved else best
             if master:
                 print(f"step {step:6d}  val loss {val_loss:.4f}{'  (best)' if improved else ''}")
-                state = checkpoint(raw_model, optimizers, cfg, meta, step, best, val_loss)
-                for name in ["best.pt"] * improved + ["last.pt"]:
-                    save(os.path.join(cfg.out_dir, name), state)
-                log(cfg, step=step, val_loss=val_loss)
+                record(step=step, val_loss=finite(val_loss))
+                save_as(*["best.pt"] * improved, "last.pt", val_loss=val_loss, evaluated=True)
             barrier()
         if last:
             break
@@ -544,44 +845,58 @@ def main():
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["base_lr"]
-        loss = torch.zeros((), device=device)
-        firsts = micro_batches(step, cfg, rank, world)
-        for first in firsts:
-            x, y = train.batch(first, cfg.batch_size, device)
-            with model.no_sync() if world > 1 and first != firsts[-1] else contextlib.nullcontext():
-                with amp:
-                    micro_loss = model(x, y)[1] / len(firsts)
-                micro_loss.backward()
-            loss += micro_loss.detach()
-        if cfg.grad_clip:
-            torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip)
+        loss = backward()
+        if cfg.sam == "on" or cfg.sam == "decay" and step >= decay_start(cfg):
+            before = ascend(params, cfg.sam_rho)
+            backward()                                          # the same minibatches, with the same dropout
+            restore(params, before)
+        norm = torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip or math.inf)
+        # the step's one wait for the device: is all finite, does anyone want to stop? All processes agree on it
+        loss, norm, stopping = all_sum(torch.stack([loss, norm, loss.new_tensor(float(bool(stop)))])).tolist()
+        loss, norm = loss / world, norm / world
+        good = math.isfinite(loss) and math.isfinite(norm)
+        bad_steps = 0 if good else bad_steps + 1
         for optimizer in optimizers:
-            with contextlib.nullcontext() if dtype == "bfloat16" else Float32Muon():
-                optimizer.step()
+            if good:
+                with contextlib.nullcontext() if dtype == "bfloat16" else Float32Muon():
+                    optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        step += 1
-
-        # log: the only place where the host waits for the device
-        logs = step % cfg.log_interval == 0 or step == cfg.max_steps
-        if logs:
-            train_loss = all_sum(loss).item() / world
-            check_finite(train_loss, step, "training")
+        step, evaluated = step + 1, False
         busy += time.perf_counter() - began
-        if logs and master:
-            speed = step * sequences * cfg.block_size / busy
-            left = busy / step * (cfg.max_steps - step)
-            print(f"step {step:6d}  loss {train_loss:.4f}  rate x{rate:.3f}  {speed:,.0f} tokens/s  "
-                  f"{clock(left)} left")
-            log(cfg, step=step, train_loss=train_loss, tokens=step * sequences * cfg.block_size,
-                seconds=round(busy, 3), tokens_per_second=round(speed, 1),
-                lr={g["name"]: g["lr"] for o in optimizers for g in o.param_groups})
 
-    if master:
+        if not good:
+            if master:
+                print(f"step {step:6d}  skipped: loss {loss}, gradient norm {norm} ({bad_steps} in a row)")
+                record(step=step, skipped=True)
+            if bad_steps == cfg.max_bad_steps:
+                if master:
+                    save_as("last.pt", evaluated=False)
+                barrier()
+                die(f"loss or gradient was not finite for {bad_steps} steps in a row, to step {step}: lower the rates; "
+                    f"{cfg.out_dir}/last.pt has the weights before them")
+        elif master and (step % cfg.log_interval == 0 or step == cfg.max_steps):
+            speed = (step - since[0]) * sequences * cfg.block_size / (busy - since[1])
+            left = (busy - since[1]) / (step - since[0]) * (cfg.max_steps - step)
+            since = step, busy
+            mfu = f"{speed * flops_per_token(raw_model) / (peak * world):.1%} MFU  " if peak else ""
+            print(f"step {step:6d}  loss {loss:.4f}  rate x{rate:.3f}  {speed:,.0f} tokens/s  {mfu}{clock(left)} left")
+            record(step=step, train_loss=loss, tokens=step * sequences * cfg.block_size, seconds=round(busy, 3),
+                   tokens_per_second=round(speed, 1),
+                   lr={g["name"]: g["lr"] for o in optimizers for g in o.param_groups})
+
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+    if wandb_run:
+        wandb_run.finish()
+    if master and stopping:
+        print(f"stopped at step {step}; go on with: python train.py --init_from=resume --out_dir={cfg.out_dir}")
+    elif master:
         print(f"best val loss {best:.4f} nats per token; checkpoints in {cfg.out_dir}")
         if cfg.sample_tokens:
             tokenizer = load_tokenizer(meta["tokenizer"])
             prompt = torch.tensor([[tokenizer.eot]], device=device)
             raw_model.eval()
+            torch.manual_seed(cfg.seed)
             print_text(tokenizer, (t.item() for t in raw_model.next_tokens(prompt, cfg.sample_tokens, 0.8, 200)))
     if dist.is_initialized():
         dist.destroy_process_group()

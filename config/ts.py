@@ -11,6 +11,7 @@ batch_size = 8
 gradient_accumulation_steps = 60
 max_steps = 10_000
 warmup_steps = 1000
+decay_start = 8300                  # with --schedule=wsd
 muon_lr = 0.02
 learning_rate = 6e-4
 scalar_lr = 3e-3
