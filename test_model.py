@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import analyze as A
 import prepare as P
 import sample as S
 import train as T
@@ -1551,6 +1552,47 @@ def test_compile_that_fails_falls_back(capsys, monkeypatch):
     assert T.compile_model(model, idx, idx, T.autocast(torch.device("cpu"), "float32")) is model
     assert "warning: torch.compile does not work here" in capsys.readouterr().err
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# analyze
+
+
+def analyze_here(monkeypatch, args):
+    monkeypatch.setattr(sys, "argv", ["analyze.py", *args.split()])
+    A.main()
+
+
+def test_curves(monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    corpus()
+    for name in ("a", "b"):
+        train_here(monkeypatch, f"{SMALL} --out_dir=out/{name} --schedule=wsd")
+    figures = []
+    monkeypatch.setattr(A, "save_figure", lambda figure, path: figures.append((figure, path)))
+    analyze_here(monkeypatch, "curves out/a out/b --out=two.png")
+    (figure, path), = figures
+    top, bottom = figure.axes
+    assert path == "two.png" and (top.get_ylabel(), bottom.get_xlabel()) == ("loss, nats per token", "step")
+    train, val = metrics("out/b")
+    drawn = [list(zip(*line.get_data())) for line in top.lines]
+    assert drawn[2:] == [[(r["step"], r["train_loss"]) for r in train], [(r["step"], r["val_loss"]) for r in val]]
+    names = [text.get_text() for text in top.get_legend().get_texts()]
+    assert names == [f"{n}, best {min(r['val_loss'] for r in metrics(f'out/{n}')[1]):.4f}" for n in ("a", "b")]
+    assert list(bottom.lines[0].get_ydata()) == [r["lr"]["matrices"] for r in metrics("out/a")[0]]
+    pyplot.close("all")
+    monkeypatch.undo()
+
+
+def test_analyze_errors_are_one_line(capsys, monkeypatch):
+    says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
+    assert "no probe: name one of curves" in says("") and "unknown probe curve:" in says("curve out")
+    assert "no run: python analyze.py curves OUT_DIR" in says("curves")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install matplotlib" in says("curves out")
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    assert "no nowhere/metrics.jsonl" in says("curves nowhere")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
