@@ -1,17 +1,122 @@
 """
-Looks into trained runs.
+Looks into trained runs: the probes of the papers, on any checkpoint of train.py.
 
-    python analyze.py curves out/a [out/b ...] [--out=curves.png]          # loss and rate over the steps
+    python analyze.py PROBE out/a [out/b ...] [--key=value ...]            # --help after PROBE lists its settings
 
-Plots need matplotlib (pip install matplotlib).
+    jacobian    what a block does to small changes of its input: singular values, stable rank [TMM, 5.3]
+    sharpness   curvature of the loss in the weights: largest eigenvalue, trace, a slice [TMM, 6.1]
+    entropy     how widely the heads of softmax attention look
+    scalars     what each layer has learned for its step sizes, momenta, dampings
+    forgetting  fine-tunes on another corpus: what it gains there, loses here [TMM, 6.2]
+    corpora     loss and perplexity on corpora that the run has not seen
+    curves      losses and rates over the steps, from metrics.jsonl
+
+A run is a folder of train.py (its best.pt is read) or a checkpoint file. Several give one table and one figure. A probe
+writes PROBE.json beside each checkpoint and, but for --plot=false, a PNG (which needs matplotlib).
 """
 import json
+import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Optional
 
+import torch
+from torch.func import functional_call, grad, jacrev, jvp, vjp
+from tqdm import tqdm
+
+import train
+from model import SoftmaxAttention, SoftmaxParticles, attention_weights, exp_scores
 from prepare import die, start, write_atomic
 from train import opt, parse_args
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What probes share
+
+
+@dataclass
+class ProbeConfig:
+    checkpoint: str = opt("best.pt", "which file of a run's folder")
+    device: str = opt("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
+    dtype: str = opt("float32", "'float32' or 'float64'", ("float32", "float64"))
+    seed: int = opt(0, "of the batches and of random vectors, the same for every run", low=0, high=2 ** 63)
+    plot: bool = opt(True, "draw a PNG")
+    figure: Optional[str] = opt(None, "its path; None: PROBE.png beside the first run's checkpoint")
+
+
+@dataclass
+class BatchConfig(ProbeConfig):
+    dataset: Optional[str] = opt(None, "folder below data_dir whose val.bin is read; None: that of the training")
+    data_dir: str = opt("data", "where the datasets are")
+    block_size: Optional[int] = opt(None, "tokens in a sequence; None: the model's block_size", low=1)
+    batch_size: int = opt(4, "sequences in a batch, which bounds the memory", low=1)
+    batches: int = opt(1, "how many batches", low=1)
+
+
+def load(path, cfg):
+    """(model, its checkpoint's dict, the file): in eval mode, in cfg.dtype, with attention by its hand-written path."""
+    path = os.path.join(path, cfg.checkpoint) if os.path.isdir(path) or not os.path.exists(path) else path
+    model, state = train.load_checkpoint(path, train.pick_device(cfg.device))
+    model.to(getattr(torch, cfg.dtype)).requires_grad_(False)
+    model.fused_attention(False)
+    return model, state, path
+
+
+def open_val(state, cfg, dataset):
+    """The validation Split of a dataset that has the checkpoint's tokenizer, or exit (2)."""
+    T = cfg.block_size or state["model_config"]["block_size"]
+    if T > state["model_config"]["block_size"]:
+        die(f"block_size is {T}: the model's is {state['model_config']['block_size']}")
+    val, meta = train.open_data(train.TrainConfig(dataset=dataset, data_dir=cfg.data_dir, block_size=T), ["val"])
+    if meta["tokenizer"] != state["tokenizer"]:
+        die(f"dataset {dataset} was prepared with the tokenizer {meta['tokenizer']}, the checkpoint's is "
+            f"{state['tokenizer']}: prepare it with --tokenizer={state['tokenizer']}")
+    return val
+
+
+def read_batches(model, state, cfg):
+    """[(idx, targets)], each (batch_size, T): the same ones for every run with that tokenizer and seed."""
+    val = open_val(state, cfg, cfg.dataset or state["config"]["dataset"])
+    val.seed = cfg.seed
+    count = cfg.batch_size * cfg.batches
+    if count > val.blocks:
+        die(f"batch_size x batches is {count}: {val.path} has {val.blocks} blocks of {val.T + 1} tokens")
+    device = next(model.parameters()).device
+    return [val.batch(i, cfg.batch_size, device) for i in range(0, count, cfg.batch_size)]
+
+
+def progress(n, what):
+    """range(n) with a progress bar on a terminal."""
+    return tqdm(range(n), desc=what, leave=False, disable=None)
+
+
+def mean_se(values):
+    """(mean, standard error) of independent estimates."""
+    values = torch.tensor(values, dtype=torch.float64)
+    return values.mean().item(), (values.std() / math.sqrt(len(values))).item() if len(values) > 1 else math.nan
+
+
+def print_table(rows):
+    """[{column: value}] as aligned text, in the order of first appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cell = lambda v: f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v)
+    table = [columns] + [[cell(row.get(key)) for key in columns] for row in rows]
+    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+    for line in table:
+        print("  ".join(text.rjust(width) if i else text.ljust(width)
+                        for i, (text, width) in enumerate(zip(line, widths))).rstrip())
+
+
+def write_json(path, content):
+    """content as strict JSON, numbers that are not finite as null."""
+    def clean(v):
+        if isinstance(v, dict):
+            return {key: clean(u) for key, u in v.items()}
+        if isinstance(v, (list, tuple)):
+            return [clean(u) for u in v]
+        return None if isinstance(v, float) and not math.isfinite(v) else v
+    with write_atomic(path) as f:
+        f.write(json.dumps(clean(content), indent=1).encode())
 
 
 def pyplot():
@@ -19,16 +124,362 @@ def pyplot():
     try:
         import matplotlib
     except ImportError:
-        die("plots need the package matplotlib: pip install matplotlib")
+        die("plots need the package matplotlib: pip install matplotlib, or --plot=false")
     matplotlib.use("Agg")
     from matplotlib import pyplot
     return pyplot
 
 
+def panels(*ylabels, xlabel="layer"):
+    """A figure with an axes for each ylabel, side by side."""
+    figure, axes = pyplot().subplots(1, len(ylabels), figsize=(1 + 3.6 * len(ylabels), 3.6), layout="constrained",
+                                     squeeze=False)
+    for ax, ylabel in zip(axes[0], ylabels):
+        ax.set(xlabel=xlabel, ylabel=ylabel)
+        ax.grid(alpha=0.3)
+        if xlabel == "layer":
+            ax.xaxis.get_major_locator().set_params(integer=True)
+    return figure, axes[0]
+
+
 def save_figure(figure, path):
     with write_atomic(path) as f:
-        figure.savefig(f, format="png", dpi=120, bbox_inches="tight")
+        figure.savefig(f, format="png", dpi=110, bbox_inches="tight")
     print(f"wrote {path}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# jacobian
+
+
+@dataclass
+class JacobianConfig(BatchConfig):
+    batch_size: int = opt(1, "sequences in a batch; the Jacobian has batch_size x T x C rows", low=1)
+    k: int = opt(64, "how many singular values", low=1)
+    iterations: int = opt(4, "of the randomized block Krylov method", low=0)
+    probes: int = opt(16, "random vectors for the Frobenius norm", low=1)
+    exact: bool = opt(False, "form the whole Jacobian (small models)")
+
+
+def block_inputs(model, idx):
+    """[(block, x, s)]: what each block reads."""
+    seen = []
+    hooks = [block.register_forward_pre_hook(lambda block, args: seen.append((block, *args)))
+             for block in model.transformer.h]
+    with torch.no_grad():
+        model.features(idx)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def top_singular_values(f, x, k, iterations, generator, what=""):
+    """The k largest singular values of f's Jacobian at x, by a randomized block Krylov method with JVPs and VJPs, which
+    also separates clustered ones (Musco, Musco, arXiv 1504.05477). Memory: 2 (iterations + 1) (k + 10) vectors of x's
+    size, and twice what a backward pass of f keeps."""
+    _, pullback = vjp(f, x)
+    J = lambda V: torch.stack([jvp(f, (x,), (v.view_as(x),))[1].flatten() for v in V.T], dim=1)
+    Jt = lambda V: torch.stack([pullback(v.view_as(x))[0].flatten() for v in V.T], dim=1)
+    Q = torch.randn(x.numel(), min(k + 10, x.numel()), dtype=x.dtype, generator=generator).to(x.device)
+    basis, images = Q[:, :0], Q[:, :0]                          # orthonormal, and J^T of it
+    for _ in progress(iterations + 1, what):
+        Q = J(Q)[:, :x.numel() - basis.size(1)]
+        for _ in range(2):                                      # the second time against rounding
+            Q = torch.linalg.qr(Q - basis @ (basis.T @ Q)).Q
+        basis = torch.cat([basis, Q], dim=1)
+        Q = Jt(Q)
+        images = torch.cat([images, Q], dim=1)
+    return torch.linalg.svdvals(images)[:k]
+
+
+def jacobian(model, state, cfg):
+    """For each block J = dX_{l+1}/dX_l, auxiliary streams held fixed [TMM, 5.3]."""
+    (idx, _), *_ = read_batches(model, state, cfg)
+    generator = torch.Generator().manual_seed(cfg.seed)
+    layers, spectra = [], []
+    for i, (block, x, s) in enumerate(block_inputs(model, idx)):
+        if cfg.k > x.numel():
+            die(f"k is {cfg.k}: a Jacobian of {x.numel()} rows has no more singular values than that")
+        f = lambda x: block(x, s)[0]
+        if cfg.exact:
+            S = torch.linalg.svdvals(jacrev(f)(x).view(x.numel(), x.numel()))
+            frobenius, se, S = (S ** 2).sum().item(), 0.0, S[:cfg.k]
+        else:
+            S = top_singular_values(f, x, cfg.k, cfg.iterations, generator, f"layer {i}")
+            signs = [torch.randint(2, x.shape, generator=generator) * 2 - 1 for _ in range(cfg.probes)]
+            frobenius, se = mean_se([(jvp(f, (x,), (z.to(x),))[1] ** 2).sum().item() for z in signs])
+        S = S.tolist()
+        layers.append(dict(layer=i, sigma_max=S[0], sigma_min_eff=S[-1], spread=S[0] / S[-1],
+                           stable_rank=frobenius / S[0] ** 2, stable_rank_se=se / S[0] ** 2))
+        spectra.append(S)
+    persistence = sum(math.log(layer["sigma_min_eff"]) for layer in layers)
+    return dict(persistence=persistence, layers=layers, singular_values=spectra)
+
+
+def draw_jacobian(results):
+    figure, axes = panels("largest singular value", "k-th singular value", "stable rank", "spread")
+    for name, r in results.items():
+        for ax, key in zip(axes, ("sigma_max", "sigma_min_eff", "stable_rank", "spread")):
+            ax.plot([layer[key] for layer in r["layers"]], "o-", markersize=3, label=name)
+    axes[0].legend()
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sharpness
+
+
+@dataclass
+class SharpnessConfig(BatchConfig):
+    iterations: int = opt(15, "of the power iteration at most", low=1)
+    tolerance: float = opt(1e-3, "relative change of the eigenvalue that ends it", low=0)
+    probes: int = opt(10, "random vectors for the trace", low=1)
+    points: int = opt(11, "losses along the slice", low=2)
+    radius: float = opt(0.5, "its ends, in units of each tensor's norm", low=0)
+
+
+def make_hvp(loss, params, batches):
+    """v -> H v for the Hessian of the mean of loss(params, *batch) over the batches, forward over reverse; params and v
+    are dicts. Memory: five times the parameters, and twice what a backward pass of one batch keeps."""
+    def hvp(v):
+        total = None
+        for batch in batches:
+            Hv = jvp(grad(lambda p: loss(p, *batch)), (params,), (v,))[1]
+            total = Hv if total is None else {name: total[name] + Hv[name] for name in Hv}
+        return {name: t / len(batches) for name, t in total.items()}
+    return hvp
+
+
+def dot(u, v):
+    return sum((u[name] * v[name]).sum() for name in u)
+
+
+def top_eigenvalue(hvp, v, iterations, tolerance):
+    """(the eigenvalue of largest magnitude with its sign, |H v - lambda v|, iterations), by power iteration from v."""
+    value, Hv = math.inf, v
+    for i in progress(iterations, "power iteration"):
+        norm = dot(Hv, Hv).sqrt()
+        v = {name: t / norm for name, t in Hv.items()}
+        Hv = hvp(v)
+        old, value = value, dot(v, Hv).item()
+        if abs(value - old) <= tolerance * abs(value):
+            break
+    residual = {name: Hv[name] - value * v[name] for name in v}
+    return value, dot(residual, residual).sqrt().item(), i + 1
+
+
+def trace(hvp, params, probes, generator):
+    """(estimate, standard error) of tr H by Hutchinson's Rademacher vectors."""
+    values = []
+    for _ in progress(probes, "trace"):
+        z = {name: (torch.randint(2, t.shape, generator=generator) * 2 - 1).to(t) for name, t in params.items()}
+        values.append(dot(z, hvp(z)).item())
+    return mean_se(values)
+
+
+def random_like(params, generator):
+    return {name: torch.randn(t.shape, generator=generator).to(t) for name, t in params.items()}
+
+
+def sharpness(model, state, cfg):
+    """Curvature of the loss at the weights [TMM, 6.1 and app. G]; lambda_max is the eigenvalue largest in magnitude."""
+    batches = read_batches(model, state, cfg)
+    params = dict(model.named_parameters())                     # lists the tied head once
+    loss = lambda p, idx, targets: functional_call(model, p, (idx, targets))[1]
+    hvp, generator = make_hvp(loss, params, batches), torch.Generator().manual_seed(cfg.seed)
+    value, residual, iterations = top_eigenvalue(hvp, random_like(params, generator), cfg.iterations, cfg.tolerance)
+    tr, se = trace(hvp, params, cfg.probes, generator)
+    d = random_like(params, generator)
+    d = {name: t * params[name].norm() / t.norm() for name, t in d.items()}
+    steps = torch.linspace(-cfg.radius, cfg.radius, cfg.points, dtype=torch.float64).tolist()
+    losses = []
+    for i in progress(cfg.points, "slice"):
+        moved = {name: t + steps[i] * d[name] for name, t in params.items()}
+        losses.append(sum(loss(moved, *batch).item() for batch in batches) / len(batches))
+    N = sum(t.numel() for t in params.values())
+    return dict(lambda_max=value, residual=residual, iterations=iterations, trace=tr, trace_se=se,
+                trace_per_parameter=tr / N, parameters=N, slice=dict(steps=steps, losses=losses))
+
+
+def draw_sharpness(results):
+    figure, axes = panels("loss along a normalized direction", xlabel="step, in units of each tensor's norm")
+    for name, r in results.items():
+        axes[0].plot(r["slice"]["steps"], r["slice"]["losses"], "o-", markersize=3,
+                     label=f"{name}: eigenvalue {r['lambda_max']:.3g}, trace {r['trace']:.3g}")
+    axes[0].legend(fontsize="small")
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# entropy, scalars
+
+
+def attention_rows(attn, x):
+    """The rows of softmax attention's weights, (B, H, T, T); of an integrator, those of its one averaged head."""
+    if isinstance(attn, SoftmaxAttention):
+        q, k, _ = attn.qkv(x)
+        return attention_weights(q, k)
+    q, k = attn.c_attn(x).split(x.size(-1), dim=-1)[:2]
+    M = exp_scores(attn.scale * q @ k.mT, attn.causal)
+    return (M / M.sum(-1, keepdim=True)).unsqueeze(1)
+
+
+def row_entropy(P):
+    """Entropy in nats of each row, (..., T, T) -> (..., T)."""
+    return torch.special.entr(P).sum(-1)
+
+
+@torch.no_grad()
+def entropy(model, state, cfg):
+    """Mean entropy in nats of the rows of each head's attention, over batches and tokens."""
+    attns = [block.attn for block in model.transformer.h]
+    if not isinstance(attns[0], (SoftmaxAttention, SoftmaxParticles)):
+        die(f"entropy: the model's attention is {model.config.attention}, only softmax has rows of weights")
+    sums = [0.0] * len(attns)
+    hooks = []
+    for i, attn in enumerate(attns):
+        def hook(attn, args, i=i):
+            sums[i] = sums[i] + row_entropy(attention_rows(attn, args[0])).mean(dim=(0, 2))
+        hooks.append(attn.register_forward_pre_hook(hook))
+    batches = read_batches(model, state, cfg)
+    for idx, _ in batches:
+        model.features(idx)
+    for hook in hooks:
+        hook.remove()
+    heads = [(total / len(batches)).tolist() for total in sums]
+    T = batches[0][0].size(1)
+    uniform = sum(math.log(i) for i in range(1, T + 1)) / T
+    layers = [dict(layer=i, entropy=sum(row) / len(row), **{f"head_{h}": u for h, u in enumerate(row)})
+              for i, row in enumerate(heads)]
+    return dict(entropy=sum(layer["entropy"] for layer in layers) / len(layers), uniform=uniform, layers=layers)
+
+
+def draw_entropy(results):
+    figure, axes = panels("entropy of attention's rows, nats")
+    for i, (name, r) in enumerate(results.items()):
+        axes[0].plot([layer["entropy"] for layer in r["layers"]], "o-", markersize=3, color=f"C{i % 10}", label=name)
+        for layer in r["layers"]:
+            heads = [value for key, value in layer.items() if key.startswith("head_")]
+            axes[0].plot([layer["layer"]] * len(heads), heads, ".", color=f"C{i % 10}", alpha=0.35)
+    axes[0].axhline(next(iter(results.values()))["uniform"], color="grey", linestyle=":", label="uniform")
+    axes[0].legend(fontsize="small")
+    return figure
+
+
+def scalars(model, state, cfg):
+    """The learned scalars of every layer, after their transforms."""
+    layers = []
+    for i, block in enumerate(model.transformer.h):
+        row = dict(layer=i)
+        for step in ("attn_step", "mlp_step"):
+            row.update({f"{step[:-5]}.{name}": value.item() for name, value in getattr(block, step).scalars().items()})
+        if hasattr(block.attn, "h_raw"):
+            row["attn.h"] = torch.nn.functional.softplus(block.attn.h_raw).item()
+        layers.append(row)
+    if len(layers[0]) == 1:
+        die(f"scalars: a model of template {model.config.template} has none")
+    return dict(layers=layers)
+
+
+def draw_scalars(results):
+    rows = [row for r in results.values() for row in r["layers"]]
+    names = sorted({key.split(".")[1] for row in rows for key in row if key != "layer"})
+    figure, axes = panels(*names)
+    for ax, name in zip(axes, names):
+        for i, (run, r) in enumerate(results.items()):
+            for step, style in (("attn", "o-"), ("mlp", "s--")):
+                points = [(row["layer"], row[f"{step}.{name}"]) for row in r["layers"] if f"{step}.{name}" in row]
+                if points:
+                    ax.plot(*zip(*points), style, color=f"C{i % 10}", markersize=3, label=f"{run} {step}")
+        ax.legend(fontsize="x-small")
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# forgetting, corpora
+
+
+@dataclass
+class CorporaConfig(BatchConfig):
+    datasets: str = opt("wikitext103,lambada,c4", "folders below data_dir, by commas")
+    batch_size: int = opt(8, "sequences in a batch, which bounds the memory", low=1)
+    batches: int = opt(10 ** 9, "at most how many batches of each", low=1)
+
+
+def loss_on(model, state, cfg, dataset):
+    """Mean loss in nats per token over a dataset's validation file, by train.py's evaluation."""
+    val = open_val(state, cfg, dataset)
+    settings = train.TrainConfig(batch_size=cfg.batch_size, eval_iters=cfg.batches)
+    device = next(model.parameters()).device
+    loss = train.evaluate(model, val, settings, device, train.autocast(device, "float32"))
+    model.eval()
+    return loss
+
+
+def corpora(model, state, cfg):
+    """Zero-shot loss and perplexity on other corpora [TMM, 6]."""
+    model.fused_attention(True)                                 # no derivatives here
+    losses = {name: loss_on(model, state, cfg, name) for name in cfg.datasets.split(",")}
+    losses["mean"] = sum(losses.values()) / len(losses)
+    return {**losses, **{f"{name} ppl": math.exp(loss) for name, loss in losses.items()}}
+
+
+def draw_corpora(results):
+    names = [name for name in next(iter(results.values())) if not name.endswith(" ppl")]
+    figure, axes = panels("loss, nats per token", xlabel="")
+    for i, (run, r) in enumerate(results.items()):
+        at = [x + 0.8 * (i + 0.5) / len(results) - 0.4 for x in range(len(names))]
+        axes[0].bar(at, [r[name] for name in names], width=0.8 / len(results), label=run)
+    axes[0].set_xticks(range(len(names)), names)
+    axes[0].legend()
+    return figure
+
+
+@dataclass
+class ForgettingConfig(BatchConfig):
+    source: Optional[str] = opt(None, "dataset that may be forgotten; None: that of the training")
+    target: str = opt("wikitext103", "dataset to fine-tune on")
+    max_steps: int = opt(1000, "fine-tuning steps", low=1)
+    gradient_accumulation_steps: int = opt(60, "micro-batches of batch_size in a step", low=1)
+    batch_size: int = opt(8, "sequences in a micro-batch", low=1)
+    batches: int = opt(160, "validation batches", low=1)
+
+
+def forgetting(model, state, cfg):
+    """Fine-tunes by train.py on the target: forgetting = source loss after - before, plasticity = target loss before -
+    after [TMM, 6.2 and app. H]. The fine-tuned run is left in forgetting-TARGET beside the checkpoint."""
+    source, folder = cfg.source or state["config"]["dataset"], os.path.dirname(cfg.path) or "."
+    out = os.path.join(folder, f"forgetting-{cfg.target}")
+    model.fused_attention(True)
+    before = [loss_on(model, state, cfg, name) for name in (source, cfg.target)]
+    train.main([
+        f"--init_from={cfg.path}", f"--out_dir={out}", "--overwrite=true", f"--dataset={cfg.target}",
+        f"--data_dir={cfg.data_dir}", "--optimizer=adamw", "--learning_rate=1e-4", "--scalar_lr=1e-4", "--beta1=0.9",
+        "--beta2=0.95", "--weight_decay=0.01", "--warmup_steps=50", "--schedule=cosine", "--min_lr_ratio=0.1",
+        "--grad_clip=1", "--sam=off", f"--max_steps={cfg.max_steps}", f"--batch_size={cfg.batch_size}",
+        f"--gradient_accumulation_steps={cfg.gradient_accumulation_steps}", f"--eval_interval={cfg.max_steps}",
+        f"--eval_iters={cfg.batches}", f"--seed={cfg.seed}", f"--device={cfg.device}", "--sample_tokens=0"])
+    tuned, state = train.load_checkpoint(os.path.join(out, "last.pt"), next(model.parameters()).device)
+    after = [loss_on(tuned.to(next(model.parameters()).dtype), state, cfg, name) for name in (source, cfg.target)]
+    return dict(forgetting=after[0] - before[0], plasticity=before[1] - after[1], source_before=before[0],
+                source_after=after[0], target_before=before[1], target_after=after[1])
+
+
+def draw_forgetting(results):
+    figure, axes = panels("forgetting (source loss gained), nats", xlabel="plasticity (target loss lost), nats")
+    for name, r in results.items():
+        axes[0].plot(r["plasticity"], r["forgetting"], "o", label=name)
+    axes[0].legend()
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# curves
+
+
+@dataclass
+class CurvesConfig:
+    out: str = opt("curves.png", "the figure")
 
 
 def read_metrics(folder):
@@ -46,54 +497,92 @@ def read_metrics(folder):
         die(f"{path} is not a log of train.py ({e}): name the out_dir of a run")
 
 
-@dataclass
-class CurvesConfig:
-    out: str = opt("curves.png", "the figure")
-
-
 def curves(folders, cfg):
     """Loss curves of several runs, and below them the schedule of their rates, to one PNG."""
     plt = pyplot()
     runs = {folder: read_metrics(folder) for folder in folders}
     figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained")
     for i, (folder, rows) in enumerate(runs.items()):
-        train, val = ([(row["step"], row[key]) for row in rows if row.get(key) is not None]
-                      for key in ("train_loss", "val_loss"))
+        color = f"C{i % 10}"
+        training, val = ([(row["step"], row[key]) for row in rows if row.get(key) is not None]
+                         for key in ("train_loss", "val_loss"))
         name = os.path.basename(os.path.normpath(folder))
         best = f", best {min(loss for _, loss in val):.4f}" if val else ""
-        top.plot(*zip(*train), color=f"C{i % 10}", alpha=0.35, linewidth=1) if train else None
-        top.plot(*zip(*val), "o-", color=f"C{i % 10}", markersize=3, label=f"{name}{best}") if val else None
+        top.plot(*zip(*training), color=color, alpha=0.35, linewidth=1) if training else None
+        top.plot(*zip(*val), "o-", color=color, markersize=3, label=f"{name}{best}") if val else None
         rates = {}                                              # group: [(step, rate)]
         for row in rows:
             for group, rate in row.get("lr", {}).items():
                 rates.setdefault(group, []).append((row["step"], rate))
         for group, style in zip(rates, ("-", "--", ":", "-.")):
-            bottom.plot(*zip(*rates[group]), style, color=f"C{i % 10}", linewidth=1, label=group if i == 0 else None)
+            bottom.plot(*zip(*rates[group]), style, color=color, linewidth=1, label=group if i == 0 else None)
     top.set(ylabel="loss, nats per token")
     top.legend(title="validation (train: pale)")
     bottom.set(xlabel="step", ylabel="rate", yscale="log")
     bottom.legend(ncols=4, fontsize="small")
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
+    for ax in (top, bottom):
+        ax.grid(alpha=0.3)
     save_figure(figure, cfg.out)
 
 
-PROBES = {"curves": (curves, CurvesConfig)}
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+PROBES = {"jacobian": (jacobian, JacobianConfig, draw_jacobian),
+          "sharpness": (sharpness, SharpnessConfig, draw_sharpness),
+          "entropy": (entropy, BatchConfig, draw_entropy),
+          "scalars": (scalars, ProbeConfig, draw_scalars),
+          "forgetting": (forgetting, ForgettingConfig, draw_forgetting),
+          "corpora": (corpora, CorporaConfig, draw_corpora)}
+OTHERS = {"curves": (curves, CurvesConfig)}                     # what does not read checkpoints
+
+
+def run_probe(name, paths, cfg):
+    """A probe on each checkpoint: PROBE.json beside it, a table, a figure of all."""
+    probe, _, draw = PROBES[name]
+    if cfg.plot:
+        pyplot()                                                # missing? then say so before the work
+    results, files = {}, []
+    for path in paths:
+        model, state, file = load(path, cfg)
+        cfg.path = file
+        found = probe(model, state, cfg)
+        settings = asdict(cfg)
+        write_json(os.path.join(os.path.dirname(file), f"{name}.json"), dict(
+            probe=name, checkpoint=file, step=state["step"], model=state["model_config"], settings=settings, **found))
+        label = os.path.basename(os.path.dirname(os.path.abspath(file)))
+        results[file if label in results else label] = found
+        files.append(file)
+    for label, found in results.items():
+        if "layers" in found:
+            print(label)
+            print_table(found["layers"])
+            print()
+    summary = [{"run": label, **{k: v for k, v in found.items() if isinstance(v, (int, float))}}
+               for label, found in results.items()]
+    if len(summary[0]) > 1:
+        print_table(summary)
+    if cfg.plot:
+        save_figure(draw(results), cfg.figure or os.path.join(os.path.dirname(files[0]), f"{name}.png"))
 
 
 def main():
     argv = sys.argv[1:]
-    if not argv or argv[0] not in PROBES:
+    known = [*PROBES, *OTHERS]
+    if not argv or argv[0] not in known:
         if argv and argv[0] in ("-h", "--help"):
             print(__doc__)
             raise SystemExit(0)
-        die(f"{f'unknown probe {argv[0]}' if argv else 'no probe'}: name one of {', '.join(PROBES)}")
-    probe, config = PROBES[argv[0]]
-    folders = [arg for arg in argv[1:] if not arg.startswith("--")]
-    cfg = parse_args(config, [arg for arg in argv[1:] if arg.startswith("--")])
-    if not folders:
-        die(f"no run: python analyze.py {argv[0]} OUT_DIR ...")
-    probe(folders, cfg)
+        die(f"{f'unknown probe {argv[0]}' if argv else 'no probe'}: name one of {', '.join(known)}")
+    name, *argv = argv
+    paths = [arg for arg in argv if not arg.startswith("-")]
+    cfg = parse_args((PROBES | OTHERS)[name][1], [arg for arg in argv if arg.startswith("-")])
+    if not paths:
+        die(f"no run: python analyze.py {name} OUT_DIR ...")
+    if name in PROBES:
+        run_probe(name, paths, cfg)
+    else:
+        OTHERS[name][0](paths, cfg)
 
 
 if __name__ == "__main__":

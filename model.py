@@ -409,18 +409,26 @@ class SoftmaxAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
+    def qkv(self, x):
+        """Each (B, H, T, D)."""
+        return tuple(u.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for u in self.c_attn(x).chunk(3, dim=-1))
+
     def forward(self, x):
-        q, k, v = (u.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for u in self.c_attn(x).chunk(3, dim=-1))
+        q, k, v = self.qkv(x)
         dropout = self.dropout if self.training else 0.0
         if self.fused:
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         else:
-            T = q.size(-2)
-            hidden = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-            P = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -math.inf).softmax(dim=-1)   # (B, H, T, T)
-            y = F.dropout(P, dropout) @ v
+            y = F.dropout(attention_weights(q, k), dropout) @ v
         y = y.transpose(1, 2).flatten(2)                        # (B, H, T, D) -> (B, T, C)
         return F.dropout(self.c_proj(y), dropout)
+
+
+def attention_weights(q, k):
+    """Rows of causal softmax attention, (B, H, T, D) -> (B, H, T, T)."""
+    T = q.size(-2)
+    hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    return (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -math.inf).softmax(dim=-1)
 
 
 class LinearAttention(nn.Module):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import types
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -1563,6 +1564,185 @@ def analyze_here(monkeypatch, args):
     A.main()
 
 
+def probed(model, dataset="text"):
+    """What a checkpoint of this model would hold for a probe."""
+    return dict(model_config=asdict(model.config), tokenizer="byte", config=dict(dataset=dataset), step=0)
+
+
+def test_randomized_singular_values_of_a_known_matrix():
+    U, V = (torch.linalg.qr(torch.randn(60, 60).double()).Q for _ in range(2))
+    f = lambda x: (J @ x.flatten()).view_as(x)
+    for values in (torch.cat([torch.linspace(5, 1, 12), torch.full((48,), 0.5)]), torch.linspace(1.02, 0.98, 60),
+                   torch.cat([torch.ones(9), torch.zeros(51)])):    # spread, clustered, of low rank
+        J = U @ torch.diag(values.double()) @ V.T
+        found = A.top_singular_values(f, torch.randn(5, 12).double(), 4, 3, torch.Generator().manual_seed(0))
+        assert torch.allclose(found, values[:4].double(), rtol=2e-4)
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, *INTEGRATORS])
+def test_jacobian_probe_against_the_full_jacobian(template):
+    corpus()
+    model = tiny(template, "softmax", vocab_size=320, n_embd=16, n_head=2, block_size=6, n_layer=2).double().eval()
+    model.fused_attention(False)
+    for p in model.requires_grad_(False).parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    cfg = A.JacobianConfig(k=5, iterations=4, probes=60)
+    found = A.jacobian(model, probed(model), cfg)
+    idx = A.read_batches(model, probed(model), cfg)[0][0]
+    assert idx.shape == (1, 6)
+    seen = []
+    for block in model.transformer.h:
+        block.register_forward_pre_hook(lambda _, args: seen.append(args))
+    model(idx)
+    persistence = 0
+    for (x, s), block, layer, spectrum in zip(list(seen), model.transformer.h, found["layers"],
+                                              found["singular_values"]):
+        J = torch.autograd.functional.jacobian(lambda u: block(u, s)[0], x).view(96, 96)
+        S = torch.linalg.svdvals(J)
+        assert spectrum == pytest.approx(S[:5].tolist(), rel=1e-3)
+        assert layer["sigma_max"] == pytest.approx(S[0].item(), rel=1e-4)
+        stable = ((S ** 2).sum() / S[0] ** 2).item()
+        assert abs(layer["stable_rank"] - stable) < 5 * layer["stable_rank_se"] + 1e-3 * stable
+        persistence += math.log(S[4])
+    assert found["persistence"] == pytest.approx(persistence, abs=5e-3)
+    exact = A.jacobian(model, probed(model), A.JacobianConfig(k=5, exact=True))
+    assert exact["layers"][1]["stable_rank"] == pytest.approx(stable, rel=1e-9)
+
+
+def small_loss(template, attention="softmax"):
+    """(loss(params, idx, targets), params, batches) of a model whose Hessian can be formed."""
+    layers = 1 + (template in INTEGRATORS)
+    model = tiny(template, attention, vocab_size=8, n_embd=4, n_head=2, block_size=5, n_layer=layers)
+    model.double().eval().requires_grad_(False).fused_attention(False)
+    batches = [(tokens(2, 5, 8), tokens(2, 5, 8)) for _ in range(2)]
+    return (lambda p, *batch: torch.func.functional_call(model, p, batch)[1]), dict(model.named_parameters()), batches
+
+
+@pytest.mark.parametrize("template, attention", [("vanilla", "softmax"), ("tmm", "linear"), ("muon", "softmax"),
+                                                 ("soap", "softmax"), ("presymp_etd_ab2", "softmax"),
+                                                 ("conformal_euler", "linear")])
+def test_hessian_probes_against_the_full_hessian(template, attention):
+    loss, params, batches = small_loss(template, attention)
+    sizes = [t.numel() for t in params.values()]
+
+    def mean_loss(flat):
+        p = {name: part.view_as(params[name]) for name, part in zip(params, flat.split(sizes))}
+        return sum(loss(p, *batch) for batch in batches) / 2
+    H = torch.autograd.functional.hessian(mean_loss, torch.cat([t.flatten() for t in params.values()]))
+    values = torch.linalg.eigvalsh(H)
+    top = values[values.abs().argmax()].item()
+    hvp, generator = A.make_hvp(loss, params, batches), torch.Generator().manual_seed(0)
+    v = A.random_like(params, generator)
+    flat = lambda v: torch.cat([t.flatten() for t in v.values()])
+    assert torch.allclose(flat(hvp(v)), H @ flat(v), rtol=1e-8, atol=1e-9)
+    value, residual, _ = A.top_eigenvalue(hvp, v, 300, 1e-9)
+    assert value == pytest.approx(top, rel=1e-4) and residual < 1e-2 * abs(top)
+    estimate, se = A.trace(hvp, params, 40, generator)
+    assert 0 < se and abs(estimate - H.trace().item()) < 5 * se
+
+
+def test_hessian_probes_of_a_known_quadratic():
+    """lambda_max is the eigenvalue of largest magnitude, with its sign; a diagonal Hessian has an exact trace."""
+    d = torch.tensor([1.0, -7.0, 3.0, 0.5]).double()
+    params, generator = dict(a=torch.randn(2).double(), b=torch.randn(2).double()), torch.Generator().manual_seed(1)
+    loss = lambda p, scale: scale * 0.5 * (d * torch.cat([p["a"], p["b"]]) ** 2).sum()
+    hvp = A.make_hvp(loss, params, [(1.0,), (3.0,)])            # the mean of two batches: twice d
+    value, residual, steps = A.top_eigenvalue(hvp, A.random_like(params, generator), 100, 1e-12)
+    assert value == pytest.approx(-14) and residual < 1e-4 and steps < 100
+    assert A.trace(hvp, params, 3, generator) == pytest.approx((2 * d.sum().item(), 0), abs=1e-12)
+
+
+def test_sharpness_slice_is_normalized():
+    corpus()
+    model = tiny("hb", vocab_size=320).double().eval().requires_grad_(False)
+    model.fused_attention(False)
+    cfg = A.SharpnessConfig(probes=1, iterations=1, points=5, batch_size=2, block_size=9)
+    found = A.sharpness(model, probed(model), cfg)
+    batch, = A.read_batches(model, probed(model), cfg)
+    assert found["slice"]["steps"] == [-0.5, -0.25, 0, 0.25, 0.5] and found["parameters"] == model.num_params()
+    assert found["slice"]["losses"][2] == pytest.approx(model(*batch)[1].item(), rel=1e-12)
+    assert found["trace_per_parameter"] == found["trace"] / model.num_params()
+    a = A.sharpness(model, probed(model), cfg)
+    assert a == found                                           # seeded
+
+
+@pytest.mark.parametrize("template", ["vanilla", "tmm", "presymp_euler"])
+def test_entropy_of_uniform_and_of_explicit_attention(template):
+    corpus()
+    model = tiny(template, vocab_size=320, block_size=12).double().eval()
+    cfg, state = A.BatchConfig(batch_size=2, batches=2), probed(model)
+    found, idx = A.entropy(model, state, cfg), torch.cat([idx for idx, _ in A.read_batches(model, state, cfg)])
+    block, seen = model.transformer.h[1], []
+    block.attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(idx)
+    x, total, D = seen[0], [], 8
+    for h in range(4):
+        q, k = (x @ w.T for w in block.attn.c_attn.weight[:64].split(32))
+        c = slice(8 * h, 8 * h + 8) if template in TEMPLATES else slice(None)
+        s = q[..., c] @ k[..., c].mT / math.sqrt(D) / (1 if template in TEMPLATES else 4)
+        rows = [torch.softmax(s[:, i, :i + 1], dim=-1) for i in range(12)]
+        total.append(torch.stack([-(P * P.log()).sum(-1) for P in rows]).mean().item())
+    layer = found["layers"][1]
+    assert [v for k, v in layer.items() if k.startswith("head_")] == pytest.approx(total[:len(layer) - 2], rel=1e-9)
+    for block in model.transformer.h:
+        torch.nn.init.zeros_(block.attn.c_attn.weight)
+    found = A.entropy(model, state, cfg)
+    uniform = sum(math.log(i) for i in range(1, 13)) / 12
+    assert found["uniform"] == pytest.approx(uniform) == found["entropy"]
+
+
+def test_scalars_are_the_transformed_ones():
+    model = tiny("tmm", "linear", n_layer=2)
+    layers = A.scalars(model, {}, None)["layers"]
+    step = model.transformer.h[1].mlp_step
+    assert layers[1]["mlp.mu"] == pytest.approx(sigmoid(step.mu_raw.item()))
+    assert layers[1]["mlp.nu"] == pytest.approx(softplus(step.nu_raw.item()))
+    assert layers[0]["attn.h"] == pytest.approx(softplus(model.transformer.h[0].attn.h_raw.item()))
+    names = set(A.scalars(tiny("presymp_ab2", lookahead=True), {}, None)["layers"][0])
+    assert names == {"layer", "mlp.mu", "mlp.gamma", "attn.h_x", "attn.h_y", "attn.damping_r", "attn.damping_m",
+                     "attn.mu"}
+
+
+def test_probes_write_json_table_and_figure(capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    corpus()
+    P.prepare("text", "byte", out="data/other", files=[write_table("o.jsonl", ["something else entirely. "] * 200)])
+    for template in ("vanilla", "tmm"):
+        train_here(monkeypatch, f"{SMALL} --template={template} --out_dir=runs/{template}")
+    for probe, settings, keys in (
+            ("jacobian", "--k=3", {"persistence", "layers", "singular_values"}),
+            ("sharpness", "--probes=2 --iterations=2 --points=3", {"lambda_max", "trace", "trace_se", "slice"}),
+            ("entropy", "--batches=2", {"entropy", "layers"}),
+            ("corpora", "--datasets=other,text", {"other", "text", "mean", "mean ppl"}),
+            ("forgetting", "--target=other --max_steps=8 --batch_size=2 --gradient_accumulation_steps=2 --batches=2",
+             {"forgetting", "plasticity"})):
+        analyze_here(monkeypatch, f"{probe} runs/vanilla runs/tmm/last.pt {settings}")
+        out = capsys.readouterr().out
+        found = [json.loads(Path(f"runs/{t}/{probe}.json").read_text()) for t in ("vanilla", "tmm")]
+        assert all(keys | {"settings", "model", "step"} <= set(f) and f["probe"] == probe for f in found)
+        assert Path(f"runs/vanilla/{probe}.png").read_bytes()[1:4] == b"PNG" and "vanilla" in out and "tmm" in out
+    analyze_here(monkeypatch, "scalars runs/tmm --figure=s.png")
+    assert Path("s.png").exists() and json.loads(Path("runs/tmm/scalars.json").read_text())["layers"][1]["mlp.mu"] < 1
+    corpora = json.loads(Path("runs/tmm/corpora.json").read_text())
+    assert corpora["mean"] == pytest.approx((corpora["other"] + corpora["text"]) / 2)
+    assert corpora["other ppl"] == pytest.approx(math.exp(corpora["other"]))
+    moved = json.loads(Path("runs/tmm/forgetting.json").read_text())
+    assert moved["plasticity"] == moved["target_before"] - moved["target_after"] > 0
+    assert moved["target_before"] == pytest.approx(corpora["other"], rel=0.05)
+    assert moved["forgetting"] == moved["source_after"] - moved["source_before"]
+    tuned = torch.load("runs/tmm/forgetting-other/last.pt", weights_only=True)["config"]
+    assert (tuned["learning_rate"], tuned["weight_decay"], tuned["warmup_steps"]) == (1e-4, 0.01, 50)
+    says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
+    assert "k is 500: a Jacobian of 256 rows" in says("jacobian runs/tmm --block_size=8 --k=500 --plot=false")
+    assert "no checkpoint nowhere/best.pt" in says("jacobian nowhere")
+    assert "a model of template vanilla has none" in says("scalars runs/vanilla")
+    assert "block_size is 99: the model's is 16" in says("entropy runs/tmm --block_size=99")
+    assert "batch_size x batches is 4000" in says("entropy runs/tmm --batches=1000")
+    P.prepare("text", "gpt2", out="data/bpe", files=["corpus.txt"])
+    assert "data" not in (line := says("sharpness runs/tmm --dataset=bpe")) or "tokenizer gpt2" in line
+
+
 def test_curves(monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     corpus()
@@ -1586,7 +1766,7 @@ def test_curves(monkeypatch):
 
 def test_analyze_errors_are_one_line(capsys, monkeypatch):
     says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
-    assert "no probe: name one of curves" in says("") and "unknown probe curve:" in says("curve out")
+    assert "no probe: name one of jacobian, sharpness" in says("") and "unknown probe curve:" in says("curve out")
     assert "no run: python analyze.py curves OUT_DIR" in says("curves")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install matplotlib" in says("curves out")

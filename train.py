@@ -264,20 +264,19 @@ def load_meta(folder):
     return meta
 
 
-def open_data(cfg):
-    """(train Split, val Split, meta). A dataset that needs no network is made where it is missing."""
+def open_data(cfg, splits=("train", "val")):
+    """(a Split for each name, ..., meta). A dataset that needs no network is made where it is missing."""
     folder = os.path.join(cfg.data_dir, cfg.dataset)
     if cfg.dataset in OFFLINE and not os.path.exists(os.path.join(folder, "meta.json")) and local_rank() == 0:
         prepare(cfg.dataset, out=folder)
     barrier()
     meta = load_meta(folder)
-    for split in ("train", "val"):
+    for split in splits:
         if meta[f"{split}_tokens"] < cfg.block_size + 1:
             die(f"{folder}/{split}.bin has {meta[f'{split}_tokens']} tokens: block_size {cfg.block_size} needs at "
                 f"least {cfg.block_size + 1}, name a smaller block_size or prepare more text")
-    train, val = (Split(os.path.join(folder, f"{split}.bin"), meta, cfg.block_size, seed)
-                  for split, seed in (("train", cfg.seed), ("val", 0)))
-    return train, val, meta
+    seeds = dict(train=cfg.seed, val=0)                         # validation does not depend on the run's seed
+    return *(Split(os.path.join(folder, f"{split}.bin"), meta, cfg.block_size, seeds[split]) for split in splits), meta
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -711,8 +710,8 @@ def check_replicas(model):
             raise RuntimeError("the processes' weights differ")
 
 
-def main():
-    argv, state = sys.argv[1:], None
+def main(argv=None):
+    argv, state = sys.argv[1:] if argv is None else argv, None
     demo = os.path.join(os.path.dirname(__file__), "config", "demo.py")
     cfg = parse_args(TrainConfig, argv, demo)
     weights = tokenizer = vocab_size = None
