@@ -11,13 +11,21 @@ Looks into trained runs: the probes of the papers, on any checkpoint of train.py
     corpora     loss and perplexity on corpora that the run has not seen
     curves      losses and rates over the steps, from metrics.jsonl
 
+    python analyze.py speed [--templates=vanilla,tmm]      # time and memory of training and sampling
+    python analyze.py dynamics                             # the theory: contraction of the templates, energies of the
+                                                           # integrators, without any training
+
 A run is a folder of train.py (its best.pt is read) or a checkpoint file. Several give one table and one figure. A probe
 writes PROBE.json beside each checkpoint and, but for --plot=false, a PNG (which needs matplotlib).
 """
 import json
 import math
+import multiprocessing
 import os
+import statistics
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Optional
 
@@ -26,7 +34,8 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp
 from tqdm import tqdm
 
 import train
-from model import SoftmaxAttention, SoftmaxParticles, attention_weights, exp_scores
+from model import (GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, SoftmaxAttention, SoftmaxParticles,
+                   attention_weights, exp_scores)
 from prepare import die, start, write_atomic
 from train import opt, parse_args
 
@@ -526,6 +535,236 @@ def curves(folders, cfg):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# speed
+
+
+@dataclass
+class SpeedConfig:
+    templates: str = opt("vanilla,tmm,adam,muon,soap", "templates or integrators, by commas; ratios are to the first")
+    attention: str = opt("softmax", "'softmax' or 'linear'")
+    n_layer: int = opt(4, "blocks", low=1)
+    n_head: int = opt(8, "heads", low=1)
+    n_embd: int = opt(256, "channels", low=1)
+    block_size: int = opt(256, "tokens in a sequence", low=1)
+    vocab_size: int = opt(512, "vocabulary", low=1)
+    batch_size: int = opt(8, "sequences in a batch", low=1)
+    repeats: int = opt(9, "of each measurement", low=1)
+    prompt: int = opt(1, "sampling: tokens to begin with", low=1)
+    sample_tokens: int = opt(0, "sampling: new tokens; 0: training only", low=0)
+    sample_batch: int = opt(1, "sampling: texts at once", low=1)
+    device: str = opt("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
+    dtype: str = opt("float32", "'float32' or 'bfloat16' (autocast)", ("float32", "bfloat16"))
+    compile: bool = opt(False, "torch.compile")
+    memory: bool = opt(True, "measure the peak memory of a training step too")
+    out: str = opt("speed.json", "where the figures go")
+
+
+class Stepper:
+    """A model of one template at the shape of a SpeedConfig, and what is timed of it."""
+
+    def __init__(self, template, cfg):
+        self.cfg, self.device = cfg, train.pick_device(cfg.device)
+        shape = dict(n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, block_size=cfg.block_size)
+        try:
+            self.model = GPT(GPTConfig(**shape, vocab_size=cfg.vocab_size, template=template, attention=cfg.attention))
+        except ValueError as e:
+            die(str(e))
+        self.model.to(self.device)
+        self.run = torch.compile(self.model) if cfg.compile else self.model
+        self.idx = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.block_size), device=self.device)
+
+    def timed(self, f):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        f()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def train(self):
+        """Forward and backward, without the optimizer, which is the same for all."""
+        with train.autocast(self.device, self.cfg.dtype):
+            loss = self.run(self.idx, self.idx)[1]
+        loss.backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def sample(self):
+        prompt = self.idx[:1, :self.cfg.prompt].expand(self.cfg.sample_batch, -1)
+        with train.autocast(self.device, self.cfg.dtype):
+            self.model.generate(prompt, self.cfg.sample_tokens, temperature=0)
+
+
+def peak_memory(template, cfg):
+    """MiB that a training step adds to a fresh process (CPU: its resident memory, CUDA: its allocations)."""
+    stepper = Stepper(template, cfg)
+    if stepper.device.type == "cuda":
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        stepper.train()
+        return (torch.cuda.max_memory_allocated() - base) / 2 ** 20
+    import resource
+    whole, stepper.idx = stepper.idx, stepper.idx[:1, :8]
+    stepper.train()                                             # what libraries allocate once
+    with open("/proc/self/statm") as f:
+        base = int(f.read().split()[1]) * resource.getpagesize()
+    stepper.idx = whole
+    stepper.train()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base) / 2 ** 20
+
+
+def speed(cfg):
+    """Interleaved: before each run of a template one of the first, and medians of the ratios of their times."""
+    names = cfg.templates.split(",")
+    rows = [dict(template=name) for name in names]
+    if cfg.memory and (torch.cuda.is_available() or os.path.exists("/proc/self/statm")):
+        for row in rows:                                        # in processes of their own
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                row["memory_MiB"] = round(pool.submit(peak_memory, row["template"], cfg).result(), 1)
+    steppers = [Stepper(name, cfg) for name in names]
+    kinds = {"train": ("train", cfg.batch_size * cfg.block_size)}
+    if cfg.sample_tokens:
+        kinds["sample"] = ("sample", cfg.sample_batch * cfg.sample_tokens)
+    for kind, (method, tokens) in kinds.items():
+        for stepper in steppers:
+            getattr(stepper, method)()                          # compiles, allocates
+        times, ratios = [[] for _ in names], [[] for _ in names]
+        for _ in progress(cfg.repeats, kind):
+            for i, stepper in enumerate(steppers):
+                first = steppers[0].timed(getattr(steppers[0], method))
+                times[i].append(stepper.timed(getattr(stepper, method)))
+                ratios[i].append(times[i][-1] / first)
+        for row, t, r in zip(rows, times, ratios):
+            row[f"{kind}_ms"] = round(1e3 * statistics.median(t), 3)
+            row[f"{kind}_tokens_per_second"] = round(tokens / statistics.median(t), 1)
+            row[f"{kind}_ratio"] = round(statistics.median(r), 3)
+    print(f"{steppers[0].device}, {torch.get_num_threads()} threads, {cfg.dtype}, "
+          f"{'compiled' if cfg.compile else 'eager'}; {cfg.attention} attention, {cfg.n_layer} layers, "
+          f"{cfg.n_head} heads, {cfg.n_embd} channels, {cfg.batch_size} x {cfg.block_size} tokens")
+    print_table(rows)
+    write_json(cfg.out, dict(probe="speed", settings=asdict(cfg), torch=torch.__version__,
+                             threads=torch.get_num_threads(), rows=rows))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# dynamics
+
+
+@dataclass
+class DynamicsConfig:
+    kappa: float = opt(100.0, "condition number of the quadratic token energy", low=1.0001)
+    kernel: str = opt("softmax", "of the particles: 'softmax' or 'linear'", ("softmax", "linear"))
+    particles: int = opt(64, "how many", low=1)
+    dim: int = opt(8, "their dimension", low=2)
+    h: float = opt(0.1, "step size", low=1e-6)
+    steps: int = opt(250, "steps, of one oracle call each", low=1)
+    r: float = opt(3.0, "damping r/t + m", low=0)
+    m: float = opt(0.1, "damping r/t + m", low=0)
+    seed: int = opt(0, "of the particles", low=0, high=2 ** 63)
+    plot: bool = opt(True, "draw a PNG")
+    out: str = opt("dynamics", "files: .json and .png")
+
+
+def contraction_rates(kappa):
+    """[row]: for the energy sum_i lambda_i x_i^2 / 2 with lambda from 1 to kappa, the factor by which a layer of a
+    template without LayerNorm shrinks the state (the spectral radius of its Jacobian) and the known rate. Scalars are
+    the best ones; yurii's and tmm's best look-ahead on a quadratic is none."""
+    k, c = math.sqrt(kappa), math.sqrt(3 * kappa + 1)
+    fast = dict(beta=((k - 1) / (k + 1)) ** 2, gamma=4 / (k + 1) ** 2)
+    cases = [  # template, scalars, rate; the oracle is -gradient, for vanilla times its best step 2 / (kappa + 1)
+        ("vanilla", {}, (kappa - 1) / (kappa + 1), "(kappa - 1) / (kappa + 1)"),
+        ("hb", fast, (k - 1) / (k + 1), "(sqrt kappa - 1) / (sqrt kappa + 1)"),
+        ("yurii", dict(fast, mu=0.0), (k - 1) / (k + 1), "(sqrt kappa - 1) / (sqrt kappa + 1)"),
+        ("yurii", dict(mu=(c - 2) / (c + 2), beta=(c - 2) / (c + 2), gamma=4 / c ** 2), 1 - 2 / c,
+         "1 - 2 / sqrt(3 kappa + 1), Nesterov's mu = beta"),
+        ("tmm", dict(fast, mu=0.0, nu=2.0, gamma=fast["gamma"] / 2), (k - 1) / (k + 1),
+         "(sqrt kappa - 1) / (sqrt kappa + 1)")]
+    values = torch.logspace(0, math.log10(kappa), 9, dtype=torch.float64)
+    rows = []
+    for template, scalars, rate, formula in cases:
+        size = 2 / (kappa + 1) if template == "vanilla" else 1.0
+        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+
+        def layer(state):
+            x, s = state[:1], [] if template == "vanilla" else [state[1:]]
+            return torch.cat(TEMPLATES[template].step(lambda u: -size * values * u, lambda u: u, 1, x, *s, **numbers))
+        state = torch.zeros(1 if template == "vanilla" else 2, 9, dtype=torch.float64)
+        J = jacrev(layer)(state).reshape(state.numel(), state.numel())
+        rows.append(dict(template=template, measured=torch.linalg.eigvals(J).abs().max().item(), rate=rate,
+                         formula=formula))
+    return rows
+
+
+def sphere(X):
+    return X * math.sqrt(X.size(-1)) / X.norm(dim=-1, keepdim=True)
+
+
+@torch.no_grad()
+def particle_energies(cfg):
+    """{integrator or 'first order': energies, one more than steps}: unmasked particles, from rest, on the sphere of
+    radius sqrt(dim), to which positions return after each step, and momenta to its tangents. Energy: softmax
+    -(1/2n^2) sum_ij exp(x_i^T A x_j) with A = I / dim, linear -(1/2n) sum_i x_i^T V x_i, V = diag(1 .. dim) / dim.
+    First order: X' = X + h G(0)."""
+    config = GPTConfig(template="presymp_euler", attention=cfg.kernel, n_embd=cfg.dim, n_head=1,
+                       **dict(symp_force="hamiltonian", symp_b="identity") if cfg.kernel == "softmax" else {})
+    attn = PARTICLES[cfg.kernel](config, with_force=True).double()
+    attn.causal = False
+    I = torch.eye(cfg.dim, dtype=torch.float64)
+    V = torch.diag(torch.arange(1, cfg.dim + 1, dtype=torch.float64) / cfg.dim)
+    if cfg.kernel == "softmax":
+        attn.c_attn.weight.copy_(torch.cat([I / math.sqrt(cfg.dim), I]))      # times the scale 1 / sqrt(dim)
+        energy = lambda X: -torch.exp(X @ X.mT / cfg.dim).mean().item() / 2
+    else:
+        attn.c_a.weight.copy_(I / cfg.dim)
+        attn.c_v.weight.copy_(V)
+        energy = lambda X: -(X @ V * X).sum(-1).mean().item() / 2
+    X0 = sphere(torch.randn(1, cfg.particles, cfg.dim, dtype=torch.float64,
+                            generator=torch.Generator().manual_seed(cfg.seed)))
+    h, damping = torch.tensor(cfg.h, dtype=torch.float64), dict(damping_r=torch.tensor(cfg.r).double(),
+                                                                damping_m=torch.tensor(cfg.m).double())
+    energies = {}
+    for name in ("first order", *INTEGRATORS):
+        X, Y, t, past, kept = X0, torch.zeros_like(X0), torch.tensor(1.0).double(), None, [energy(X0)]
+        for _ in range(cfg.steps):
+            velocity, force = attn(X)
+            if name == "first order":
+                v = force(Y, velocity(Y))                       # at Y = 0
+            else:
+                c = dict(a=1 - h * (cfg.r / t + cfg.m)) if name == "plain_euler" else damping
+                v, Y, past = INTEGRATORS[name].step(velocity, force, Y, t, past, h, h, **c)
+            X, t = sphere(X + h * v), t + h
+            Y = Y - X * (X * Y).mean(-1, keepdim=True)
+            kept.append(energy(X))
+        energies[name] = kept
+    return energies
+
+
+def dynamics(cfg):
+    """The theory without training: contraction of the templates on a quadratic energy, energies of the integrators."""
+    rates, energies = contraction_rates(cfg.kappa), particle_energies(cfg)
+    print_table(rates)
+    print()
+    marks = sorted({0, cfg.steps // 10, cfg.steps // 2, cfg.steps})
+    print_table([dict(dynamics=name, **{f"energy after {n}": e[n] for n in marks}) for name, e in energies.items()])
+    write_json(f"{cfg.out}.json", dict(probe="dynamics", settings=asdict(cfg), rates=rates, energies=energies))
+    if cfg.plot:
+        figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(15, 4), layout="constrained")
+        for row in rates:
+            label = f"{row['template']}: {row['measured']:.4f} = {row['formula']}"
+            left.plot([row["measured"] ** k for k in range(100)], label=label)
+        left.set(xlabel="layer", ylabel=f"distance to the minimum, condition number {cfg.kappa:g}", yscale="log")
+        for name, e in energies.items():
+            middle.plot([i * cfg.h for i in range(len(e))], e, label=name)
+            right.plot([i * (2 if name == "conformal_euler" else 1) for i in range(len(e))], e, label=name)
+        middle.set(xlabel="time", ylabel=f"energy of {cfg.particles} particles, {cfg.kernel} kernel")
+        right.set(xlabel="evaluations of the velocity (first order: of the force)", ylabel="energy")
+        for ax in (left, middle, right):
+            ax.grid(alpha=0.3)
+            ax.legend(fontsize="x-small")
+        save_figure(figure, f"{cfg.out}.png")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The command
 
 PROBES = {"jacobian": (jacobian, JacobianConfig, draw_jacobian),
@@ -534,7 +773,8 @@ PROBES = {"jacobian": (jacobian, JacobianConfig, draw_jacobian),
           "scalars": (scalars, ProbeConfig, draw_scalars),
           "forgetting": (forgetting, ForgettingConfig, draw_forgetting),
           "corpora": (corpora, CorporaConfig, draw_corpora)}
-OTHERS = {"curves": (curves, CurvesConfig)}                     # what does not read checkpoints
+ALONE = {"speed": (speed, SpeedConfig), "dynamics": (dynamics, DynamicsConfig)}             # what needs no run
+OTHERS = {"curves": (curves, CurvesConfig)}                     # what needs runs but reads no checkpoint
 
 
 def run_probe(name, paths, cfg):
@@ -568,7 +808,7 @@ def run_probe(name, paths, cfg):
 
 def main():
     argv = sys.argv[1:]
-    known = [*PROBES, *OTHERS]
+    known = [*PROBES, *OTHERS, *ALONE]
     if not argv or argv[0] not in known:
         if argv and argv[0] in ("-h", "--help"):
             print(__doc__)
@@ -576,7 +816,12 @@ def main():
         die(f"{f'unknown probe {argv[0]}' if argv else 'no probe'}: name one of {', '.join(known)}")
     name, *argv = argv
     paths = [arg for arg in argv if not arg.startswith("-")]
-    cfg = parse_args((PROBES | OTHERS)[name][1], [arg for arg in argv if arg.startswith("-")])
+    cfg = parse_args((PROBES | OTHERS | ALONE)[name][1], [arg for arg in argv if arg.startswith("-")])
+    if name in ALONE:
+        if paths:
+            die(f"{name} reads no run: leave out {paths[0]}")
+        ALONE[name][0](cfg)
+        return
     if not paths:
         die(f"no run: python analyze.py {name} OUT_DIR ...")
     if name in PROBES:

@@ -1743,6 +1743,54 @@ def test_probes_write_json_table_and_figure(capsys, monkeypatch):
     assert "data" not in (line := says("sharpness runs/tmm --dataset=bpe")) or "tokenizer gpt2" in line
 
 
+@pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
+def test_templates_contract_at_the_known_rates(kappa):
+    k = math.sqrt(kappa)
+    known = dict(vanilla=(kappa - 1) / (kappa + 1), hb=(k - 1) / (k + 1), tmm=(k - 1) / (k + 1))
+    rows = A.contraction_rates(kappa)
+    assert all(abs(row["measured"] - row["rate"]) < 1e-6 for row in rows)
+    assert {row["template"]: row["rate"] for row in rows if row["template"] in known} == pytest.approx(known)
+    assert sorted(row["rate"] for row in rows if row["template"] == "yurii") == pytest.approx(
+        [(k - 1) / (k + 1), 1 - 2 / math.sqrt(3 * kappa + 1)])
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "linear"])
+def test_particles_descend(kernel, monkeypatch):
+    cfg = A.DynamicsConfig(kernel=kernel, particles=12, dim=4, steps=200)
+    energies = A.particle_energies(cfg)
+    X = A.sphere(torch.randn(1, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    V = torch.tensor([0.25, 0.5, 0.75, 1.0]).double()
+    M = torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4)
+    G = torch.einsum("bij,bjc->bic", M, X) / 48 if kernel == "softmax" else V * X
+    energy = lambda X: (-torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4).mean() / 2 if kernel == "softmax"
+                        else -(V * X ** 2).sum(-1).mean() / 2).item()
+    Y = X + 0.1 * G
+    Y = 2 * Y / (Y ** 2).sum(-1, keepdim=True).sqrt()
+    assert energies["first order"][:2] == pytest.approx([energy(X), energy(Y)], rel=1e-12)
+    assert all(b <= a for a, b in itertools.pairwise(energies["first order"]))
+    lowest = -math.e / 2 if kernel == "softmax" else -2.0       # all in one point; all in the first eigenvector
+    for name, e in energies.items():
+        assert e[0] == energies["first order"][0] and lowest - 1e-9 <= e[-1] < e[0] + 0.8 * (lowest - e[0]), name
+    monkeypatch.setattr(A, "pyplot", None)
+    analyze_here(monkeypatch, f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d")
+    assert len(json.loads(Path("d.json").read_text())["energies"]["presymp_ab2"]) == 4
+
+
+def test_speed_probe(capsys, monkeypatch):
+    shape = "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=64 --batch_size=2 --repeats=3"
+    analyze_here(monkeypatch, f"speed --templates=vanilla,presymp_ab2 --memory=false --sample_tokens=4 {shape}")
+    found = json.loads(Path("speed.json").read_text())
+    assert [row["template"] for row in found["rows"]] == ["vanilla", "presymp_ab2"]
+    for row in found["rows"]:
+        assert row["train_tokens_per_second"] == pytest.approx(32 / (row["train_ms"] / 1e3), rel=1e-3)
+        assert row["sample_tokens_per_second"] == pytest.approx(4 / (row["sample_ms"] / 1e3), rel=1e-3)
+    assert "presymp_ab2" in capsys.readouterr().out
+    big, small = (A.peak_memory("vanilla", A.SpeedConfig(n_layer=2, batch_size=b)) for b in (16, 1))
+    assert big > small + 50                                     # MiB; what 15 sequences more keep
+    assert "template is 'sgd'" in refused(capsys, analyze_here, monkeypatch, "speed --templates=sgd --memory=false")
+    assert "speed reads no run" in refused(capsys, analyze_here, monkeypatch, "speed out")
+
+
 def test_curves(monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     corpus()
