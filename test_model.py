@@ -1003,7 +1003,7 @@ def corpus():
 
 def run(command, **env):
     """A command of this repository: (exit code, stdout, stderr)."""
-    words = [str(ROOT / w) if w.endswith(".py") and not w.startswith("-") else w for w in command.split()]
+    words = [str(ROOT / w) if w.endswith(".py") and w[0] not in "-." else w for w in command.split()]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1", **env})
     return done.returncode, done.stdout, done.stderr
@@ -1068,19 +1068,40 @@ def test_train_save_load_sample(capfd, monkeypatch):
         assert says in refused(capfd, sample_here, capfd, monkeypatch, args)
 
 
-@pytest.mark.parametrize("settings", [
-    "--optimizer=adamw", "--optimizer=muon", "--optimizer=adamw --template=presymp_etd_ab2",
-    "--optimizer=muon --template=conformal_euler --attention=linear"])
-def test_two_processes_equal_one(monkeypatch, settings):
-    corpus()
-    one = train_here(monkeypatch, f"{SMALL} {settings} --out_dir=one")
-    code, out, err = run(f"-m torch.distributed.run --standalone --nproc_per_node=2 train.py {SMALL} {settings} "
-                         "--out_dir=two")
+def two_processes(*argvs):
+    """train.py's main for each argv, under torchrun; one launch and one process group for all."""
+    Path("all.py").write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+init, destroy = train.dist.init_process_group, train.dist.destroy_process_group
+train.dist.init_process_group = lambda *args, **kwargs: train.dist.is_initialized() or init(*args, **kwargs)
+train.dist.destroy_process_group = lambda: None
+for argv in {[argv.split() for argv in argvs]!r}:
+    train.main(argv)
+destroy()
+""")
+    code, out, err = run("-m torch.distributed.run --standalone --nproc_per_node=2 ./all.py")
     assert code == 0, err
-    for a, b, key in zip(one, metrics("two"), ("train_loss", "val_loss")):
-        assert len(a) == len(b) > 2 and max(abs(x[key] - y[key]) for x, y in zip(a, b)) < 1e-6
-    a, b = (torch.load(f"{out}/last.pt", weights_only=True)["model"] for out in ("one", "two"))
-    assert max((a[name] - b[name]).abs().max() for name in a) < 1e-5
+
+
+def test_two_processes_equal_one(monkeypatch):
+    """And a run that was begun by one of them goes on with two."""
+    corpus()
+    runs = [f"{SMALL} --dropout=0.1 {settings}" for settings in (
+        "--optimizer=adamw --sam=on", "--optimizer=muon", "--optimizer=adamw --template=presymp_etd_ab2",
+        "--optimizer=muon --template=conformal_euler --attention=linear")]
+    for i, args in enumerate(runs):
+        train_here(monkeypatch, f"{args} --out_dir=one/{i}")
+    killed_after(monkeypatch, 3, f"{runs[1]} --out_dir=two/again")
+    two_processes(*[f"{args} --out_dir=two/{i}" for i, args in enumerate(runs)],
+                  "--init_from=resume --out_dir=two/again")
+    for one, two in (("0", "0"), ("1", "1"), ("2", "2"), ("3", "3"), ("1", "again")):
+        for a, b in zip(losses(f"one/{one}"), losses(f"two/{two}")):
+            assert [step for step, _ in a] == [step for step, _ in b] and len(a) > 2
+            assert max(abs(x[1] - y[1]) for x, y in zip(a, b)) < 1e-6
+        a, b = (torch.load(f"{out}/last.pt", weights_only=True)["model"] for out in (f"one/{one}", f"two/{two}"))
+        assert max((a[name] - b[name]).abs().max() for name in a) < 1e-5
 
 
 def test_evaluation_does_not_touch_training(monkeypatch):
@@ -1306,19 +1327,6 @@ def test_resumed_run_is_the_straight_one_bit_by_bit(monkeypatch, settings):
     train_here(monkeypatch, "--init_from=resume --out_dir=again")
     assert equal("out", "again") and losses("out") == losses("again") and len(losses("out")[0]) == 20
     assert sorted(os.listdir("again")) == ["best.pt", "last.pt", "metrics.jsonl"]
-
-
-def test_resume_with_other_processes(monkeypatch):
-    corpus()
-    args = f"{SMALL} --dropout=0.1 --eval_interval=3"
-    train_here(monkeypatch, args)
-    killed_after(monkeypatch, 3, args + " --out_dir=two")
-    code, out, err = run("-m torch.distributed.run --standalone --nproc_per_node=2 train.py --init_from=resume "
-                         "--out_dir=two")
-    assert code == 0, err
-    for a, b in zip(losses("out"), losses("two")):
-        assert [step for step, _ in a] == [step for step, _ in b]
-        assert max(abs(x[1] - y[1]) for x, y in zip(a, b)) < 1e-6
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
