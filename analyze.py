@@ -9,6 +9,7 @@ Looks into trained runs: the probes of the papers, on any checkpoint of train.py
     scalars     what each layer has learned for its step sizes, momenta, dampings
     forgetting  fine-tunes on another corpus: what it gains there, loses here [TMM, 6.2]
     corpora     loss and perplexity on corpora that the run has not seen
+    downstream  tasks of lm-evaluation-harness (needs lm_eval): --tasks=hellaswag,arc_easy
     curves      losses and rates over the steps, from metrics.jsonl
 
     python analyze.py speed [--templates=vanilla,tmm]      # time and memory of training and sampling
@@ -18,6 +19,8 @@ Looks into trained runs: the probes of the papers, on any checkpoint of train.py
 A run is a folder of train.py (its best.pt is read) or a checkpoint file. Several give one table and one figure. A probe
 writes PROBE.json beside each checkpoint and, but for --plot=false, a PNG (which needs matplotlib).
 """
+import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -27,17 +30,19 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Optional
 
 import torch
 from torch.func import functional_call, grad, jacrev, jvp, vjp
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import train
 from model import (GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, SoftmaxAttention, SoftmaxParticles,
                    attention_weights, exp_scores)
-from prepare import die, start, write_atomic
-from train import opt, parse_args
+from prepare import die, load_tokenizer, start, write_atomic
+from train import opt, parse_args, reason
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What probes share
@@ -483,6 +488,173 @@ def draw_forgetting(results):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# downstream
+
+FEWSHOT = {"hellaswag": 10, "arc_easy": 25}                     # [TMM]'s numbers; it reports acc_norm
+
+
+@dataclass
+class DownstreamConfig(ProbeConfig):
+    tasks: str = opt("hellaswag,arc_easy", "names of tasks or groups of lm_eval, with commas")
+    num_fewshot: Optional[int] = opt(None, "solved examples before each question; None: 10 in hellaswag, 25 in "
+                                           "arc_easy, elsewhere the task's own number", low=0)
+    limit: Optional[int] = opt(None, "only the first so many questions of a task; None: all", low=1)
+    include_path: Optional[str] = opt(None, "a folder with YAML files of more tasks")
+    batch_size: int = opt(16, "sequences in a batch", low=1)
+
+
+def import_harness():
+    """The package lm_eval, whole. Exits (2) if it is missing."""
+    try:
+        import lm_eval.api.model
+        import lm_eval.evaluator
+        import lm_eval.tasks
+    except ImportError:
+        die("downstream needs the package lm_eval: pip install lm_eval")
+    return lm_eval
+
+
+@functools.cache
+def task_manager(include_path):
+    """lm_eval's index of its tasks and of those in the folder; its thousands of files take a while, so once."""
+    return import_harness().tasks.TaskManager(include_path=include_path)
+
+
+def windows(context, continuation, size):
+    """(input ids, target ids) that score each id of the continuation once, after as much of what is before it as the
+    size allows. A continuation above the size takes several, cut as lm_eval cuts a rolling text."""
+    ids = context + continuation
+    for first in range(len(context), len(ids), size):
+        end = min(first + size, len(ids))
+        yield ids[max(0, end - 1 - size):end - 1], ids[first:end]
+
+
+def harness_model(model, tokenizer, batch_size):
+    """A GPT as a model of lm_eval, in eval mode. Exits (2) if lm_eval is missing."""
+    encode, eot, size = lambda text: tokenizer.encode(text).tolist(), tokenizer.eot, model.config.tokenizer_size
+    window, device = model.config.block_size, next(model.parameters()).device
+    model.eval()
+
+    class Harness(import_harness().api.model.LM):
+        """End-of-text stands before a text that nothing is before. Of a long context the last tokens are read."""
+
+        def loglikelihood(self, requests):
+            """(context, continuation) of each request -> (log-likelihood in nats, whether greedy decoding says it)."""
+            return self.score([self.pair(*r.args) for r in requests], "loglikelihood")
+
+        def loglikelihood_rolling(self, requests):
+            """(text,) of each request -> its log-likelihood in nats, window by window."""
+            return [total for total, _ in self.score([([eot], encode(*r.args)) for r in requests], "rolling")]
+
+        def pair(self, context, continuation):
+            """Ids of both, cut as lm_eval does: spaces that end the context count as the continuation's, whose ids are
+            those of the whole beyond as many as the context alone has. If there are none, because the continuation
+            merged into the context's last token, all of the whole that differs from the context counts."""
+            before, whole = encode(context.rstrip()), encode(context + continuation)
+            if len(whole) <= len(before):
+                before = os.path.commonprefix([before, whole])
+            return before or [eot], whole[len(before):]
+
+        @torch.no_grad()
+        def score(self, pairs, name):
+            """[(context ids, continuation ids)], contexts not empty -> [(log-likelihood, is greedy)]."""
+            sums, greedy = [0.0] * len(pairs), [True] * len(pairs)
+            rows = [(i, *w) for i, p in enumerate(pairs) for w in windows(*p, window)]
+            rows.sort(key=lambda row: -len(row[1]))             # batches of like lengths, the largest first
+            for k in tqdm(range(0, len(rows), batch_size), desc=name, disable=None):
+                batch = rows[k:k + batch_size]                  # padded on the right: a causal model looks to the left
+                x = model.features(pad_sequence([torch.tensor(ids) for _, ids, _ in batch], True).to(device))
+                for x_i, (i, ids, targets) in zip(x, batch):
+                    logits = model.lm_head(x_i[len(ids) - len(targets):len(ids)])[:, :size].float()
+                    targets = torch.tensor(targets, device=device)
+                    sums[i] += logits.log_softmax(-1).gather(1, targets[:, None]).sum().item()
+                    greedy[i] &= (logits.argmax(-1) == targets).all().item()
+            return list(zip(sums, greedy))
+
+        def generate_until(self, requests):
+            """(context, settings) of each request -> the text after it, which ends before a string of until, before
+            end-of-text or at max_gen_toks tokens. A text that outgrows the window slides it on."""
+            prompts = [(encode(r.args[0]) or [eot])[-window:] for r in requests]
+            texts = [""] * len(requests)
+
+            def like(i):                                        # padding would be seen here: only equal lengths batch
+                return -len(prompts[i]), repr(requests[i].args[1])
+
+            groups = [list(group) for _, group in itertools.groupby(sorted(range(len(texts)), key=like), like)]
+            batches = [group[k:k + batch_size] for group in groups for k in range(0, len(group), batch_size)]
+            for batch in tqdm(batches, desc="generate_until", disable=None):
+                idx = torch.tensor([prompts[i] for i in batch], device=device)
+                for i, text in zip(batch, self.write(idx, **requests[batch[0]].args[1])):
+                    texts[i] = text
+            return texts
+
+        def write(self, idx, until=(), max_gen_toks=256, do_sample=None, temperature=None, top_k=None, top_p=None,
+                  **others):
+            """Prompts (B, T) -> B texts. As in lm_eval, a temperature alone asks for sampling, do_sample alone for that
+            of 1, and neither, or do_sample=False, for the likeliest token."""
+            max_gen_toks = others.pop("max_new_tokens", max_gen_toks)
+            if others:
+                die(f"generation with {', '.join(others)}: a task can set until, max_gen_toks, do_sample, temperature, "
+                    "top_k and top_p here")
+            if temperature is None:
+                temperature = 1.0 if do_sample else 0.0
+            stops = [s.encode() for s in ([until] if isinstance(until, str) else until or ()) if s]
+            texts, ended = [b""] * len(idx), [False] * len(idx)
+            for token in model.next_tokens(idx, max_gen_toks, 0.0 if do_sample is False else temperature, top_k, top_p):
+                for b, t in enumerate(token[:, 0].tolist()):
+                    if not ended[b]:
+                        texts[b] += b"" if t == eot else tokenizer.decode([t])
+                        ended[b] = t == eot or any(stop in texts[b] for stop in stops)
+                if all(ended):
+                    break
+            for stop in stops:
+                texts = [text.partition(stop)[0] for text in texts]
+            return [text.decode(errors="replace") for text in texts]
+
+    return Harness()
+
+
+def downstream(model, state, cfg):
+    """{task: {metric: value, metric_stderr: its standard error, where lm_eval has one}}; metrics of a filter of lm_eval
+    have its name after a comma. lm_eval sets the seeds of python, numpy and torch. Exits (2) for an unknown task, for
+    data that cannot be had and for settings of generation that are not known here."""
+    evaluate = import_harness().evaluator.simple_evaluate
+    names = [name.strip() for name in cfg.tasks.split(",")]
+    if cfg.include_path and not os.path.isdir(cfg.include_path):
+        die(f"include_path is {cfg.include_path}: there is no such folder")
+    manager = task_manager(cfg.include_path and os.path.abspath(cfg.include_path))
+    for name in names:
+        if name not in manager.all_tasks:
+            die(f"unknown task '{name}': tasks takes names that lm_eval has, or a YAML file in include_path")
+    harness, results = harness_model(model, load_tokenizer(state["tokenizer"]), cfg.batch_size), {}
+    for name in names:
+        fewshot = FEWSHOT.get(name) if cfg.num_fewshot is None else cfg.num_fewshot
+        try:
+            found = evaluate(harness, tasks=[name], num_fewshot=fewshot, limit=cfg.limit, task_manager=manager,
+                             log_samples=False)
+        except OSError as e:                                    # what datasets raises without a network or a file
+            die(f"cannot read the data of {name} ({reason(e)}): connect to the network, or look at its YAML file")
+        for task, row in found["results"].items():
+            results[task] = {key.removesuffix(",none"): float(value) for key, value in row.items()
+                             if "," in key and isinstance(value, Real)}
+    return results
+
+
+def draw_downstream(results):
+    figure, axes = panels("accuracy (acc_norm where there is one), or the first metric", xlabel="")
+    tasks = list(next(iter(results.values())))
+    for i, (run, r) in enumerate(results.items()):
+        keys = ["acc_norm" if "acc_norm" in r[task] else next(iter(r[task]), "") for task in tasks]
+        at = [x + 0.8 * (i + 0.5) / len(results) - 0.4 for x in range(len(tasks))]
+        heights = [r[task].get(key, math.nan) for task, key in zip(tasks, keys)]
+        errors = [r[task].get(f"{key}_stderr", 0.0) for task, key in zip(tasks, keys)]
+        axes[0].bar(at, heights, width=0.8 / len(results), label=run, yerr=errors)
+    axes[0].set_xticks(range(len(tasks)), tasks)
+    axes[0].legend()
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # curves
 
 
@@ -772,7 +944,8 @@ PROBES = {"jacobian": (jacobian, JacobianConfig, draw_jacobian),
           "entropy": (entropy, BatchConfig, draw_entropy),
           "scalars": (scalars, ProbeConfig, draw_scalars),
           "forgetting": (forgetting, ForgettingConfig, draw_forgetting),
-          "corpora": (corpora, CorporaConfig, draw_corpora)}
+          "corpora": (corpora, CorporaConfig, draw_corpora),
+          "downstream": (downstream, DownstreamConfig, draw_downstream)}
 ALONE = {"speed": (speed, SpeedConfig), "dynamics": (dynamics, DynamicsConfig)}             # what needs no run
 OTHERS = {"curves": (curves, CurvesConfig)}                     # what needs runs but reads no checkpoint
 
@@ -798,8 +971,13 @@ def run_probe(name, paths, cfg):
             print(label)
             print_table(found["layers"])
             print()
-    summary = [{"run": label, **{k: v for k, v in found.items() if isinstance(v, (int, float))}}
-               for label, found in results.items()]
+    summary = [dict(run=label) for label in results]
+    for row, found in zip(summary, results.values()):
+        for key, value in found.items():
+            if isinstance(value, (int, float)):
+                row[key] = value
+            elif name == "downstream":                          # {task: {metric: value}}
+                row.update({f"{key} {metric}": number for metric, number in value.items()})
     if len(summary[0]) > 1:
         print_table(summary)
     if cfg.plot:

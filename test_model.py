@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -1797,6 +1798,299 @@ def test_speed_probe(capsys, monkeypatch):
     assert big > small + 50                                     # MiB; what 15 sequences more keep
     assert "template is 'sgd'" in refused(capsys, analyze_here, monkeypatch, "speed --templates=sgd --memory=false")
     assert "speed reads no run" in refused(capsys, analyze_here, monkeypatch, "speed out")
+
+
+LATIN = P.Tokenizer("latin", 257, lambda text: np.frombuffer(text.encode("latin1"), np.uint8).astype(np.int64),
+                    lambda ids: b"".join(chr(i).encode() for i in ids))     # any id below 256 is a text
+
+
+def sharp(block_size=16, **kwargs):
+    """A model of 257 ids and of padding that it likes best, whose greedy texts are not one token over and over."""
+    model = tiny("vanilla", block_size=block_size, **{**dict(vocab_size=320, tokenizer_size=257), **kwargs}).eval()
+    model.transformer.wpe.weight.data.normal_()
+    model.transformer.wte.weight.data[:model.config.tokenizer_size] *= 20
+    model.transformer.wte.weight.data[model.config.tokenizer_size:] *= 1000
+    return model
+
+
+def harness(model, batch_size=3, tokenizer=LATIN):
+    pytest.importorskip("lm_eval")
+    return A.harness_model(model, tokenizer, batch_size)
+
+
+def asks(*args):
+    return [types.SimpleNamespace(args=a) for a in args]
+
+
+def one(model, ids, n):
+    """Sum of the log-probabilities of the last n ids, and whether each is the likeliest: one forward, no window."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids[:-1]]))[0][0, -n:, :model.config.tokenizer_size]
+    p, targets = logits.double().log_softmax(-1), torch.tensor(ids[-n:])
+    return p[torch.arange(n), targets].sum().item(), bool((p.argmax(-1) == targets).all())
+
+
+def ids(text, tokenizer=LATIN):
+    return tokenizer.encode(text).tolist()
+
+
+def test_likelihoods_are_those_of_single_requests_in_their_order():
+    model, T, eot = sharp(), 16, 256
+    pairs = [("abc", "defg"), ("", "defg"), ("a much longer context than the window has", "xyz"), ("abc  ", "d"),
+             ("  ", "d"), ("ab", "c" * 15), ("ab", "cdefghijklmnopqr"), ("", "a"), ("abc", "defg"), ("b", "")]
+    cut = [(pair, ids("".join(pair)), len(ids(pair[0].rstrip()))) for pair in pairs]
+    expected = [one(model, ([eot] * (n == 0) + whole)[-T - 1:], len(whole) - n) if pair[1] else (0.0, True)
+                for pair, whole, n in cut]
+    assert expected[0] != expected[1] and expected[0] == expected[8]
+    for batch_size in (1, 3, 64):
+        for order in (range(10), random.Random(0).sample(range(10), 10)):
+            found = harness(model, batch_size).loglikelihood(asks(*(pairs[i] for i in order)))
+            assert [type(x) for x in found[0]] == [float, bool]
+            assert [x for x, _ in found] == pytest.approx([expected[i][0] for i in order], rel=1e-5)
+            assert [x for _, x in found] == [expected[i][1] for i in order]
+
+
+def test_batches_are_of_like_lengths(monkeypatch):
+    model, seen = sharp(), []
+    monkeypatch.setattr(model, "features", lambda idx, f=model.features: seen.append(tuple(idx.shape)) or f(idx))
+    harness(model, 2).loglikelihood(asks(*(("a" * n, "b") for n in (3, 12, 4, 11, 9))))
+    assert seen == [(2, 12), (2, 9), (1, 3)]
+
+
+def test_a_continuation_beyond_the_window_is_scored_whole():
+    model = sharp()
+    text = "".join(map(chr, np.random.default_rng(0).integers(97, 123, 60)))
+    whole = ids(text)
+    expected = (one(model, whole[9:26], 16)[0] + one(model, whole[25:42], 16)[0]     # the context: one id, then full
+                + one(model, whole[41:58], 16)[0] + one(model, whole[43:60], 2)[0])
+    (found, greedy), = harness(model).loglikelihood(asks((text[:10], text[10:])))
+    assert found == pytest.approx(expected, rel=1e-5) and not greedy
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 31, 32, 33, 48, 50])
+def test_rolling_scores_each_token_once(n):
+    pytest.importorskip("lm_eval")
+    from lm_eval.utils import get_rolling_token_windows
+    rows = list(A.windows([256], list(range(n)), 16))
+    assert rows == list(get_rolling_token_windows(list(range(n)), 256, 16, 1))
+    assert [i for _, targets in rows for i in targets] == list(range(n))
+    model, text = sharp(), "".join(map(chr, np.random.default_rng(n).integers(33, 127, n)))
+    whole, expected = [256] + ids(text), 0.0
+    for start in range(1, n + 1, 16):
+        end = min(start + 16, n + 1)
+        expected += one(model, whole[max(0, end - 17):end], end - start)[0]
+    found = harness(model).loglikelihood_rolling(asks(("other",), (text,), ("b" * 40,)))
+    assert len(found) == 3 and found[1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_windows_of_lm_evals_example():
+    assert list(A.windows(["BOS"], list(range(10)), 4)) == [
+        (["BOS", 0, 1, 2], [0, 1, 2, 3]), ([3, 4, 5, 6], [4, 5, 6, 7]), ([5, 6, 7, 8], [8, 9])]
+
+
+def test_a_boundary_that_merges():
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.model import TemplateLM
+    gpt2 = P.load_tokenizer("gpt2")
+    model = sharp(vocab_size=50304, tokenizer_size=50257)
+    lm = harness(model, tokenizer=gpt2)
+    reference = types.SimpleNamespace(backend="causal", tok_encode=lambda text: ids(text, gpt2))
+    pairs = [("Question: who\nAnswer:", " me"), ("The cat sat ", "on the mat"), ("a b\n\n", "c"), ("x  ", "  y"),
+             ("It is 19", "84 now")]
+    for pair in pairs:
+        assert lm.pair(*pair) == TemplateLM._encode_pair(reference, *pair), pair
+    hello, world, wor, i, went, home = (ids(x, gpt2) for x in ("Hello", " world", " wor", "I", " went", " home"))
+    assert lm.pair("It is 19", "84 now") == (ids("It is 19", gpt2), ids(" now", gpt2))     # lm_eval's cut, odd as it is
+    assert ids("Hello world", gpt2) == hello + world and ids("Hello wor", gpt2) == hello + wor
+    assert lm.pair("Hello wor", "ld") == (hello, world)         # lm_eval's own cut would leave nothing to score
+    assert lm.pair("I wen", "t home") == (i, went + home)       # " wen" alone is two tokens
+    assert lm.pair("Hell", "o") == ([gpt2.eot], hello) and lm.pair("Hello", "") == (hello, [])
+    pairs += [("Hello wor", "ld"), ("Hell", "o"), ("I wen", "t home")]
+    found = lm.loglikelihood(asks(*pairs))
+    for pair, (value, _) in zip(pairs, found):
+        before, after = lm.pair(*pair)
+        assert value == pytest.approx(one(model, before + after, len(after))[0], rel=1e-5) and value < 0
+
+
+def test_padded_ids_take_no_probability():
+    model = sharp()
+    with torch.no_grad():
+        assert model(torch.tensor([ids("abcdef")]))[0][..., 257:].max() > 100
+    requests = asks(("abc", "def"), ("", "a"))
+    before = harness(model).loglikelihood(requests)
+    model.transformer.wte.weight.data[257:] = 0
+    assert harness(model).loglikelihood(requests) == before
+    total = sum(math.exp(x) for x, _ in harness(model, 64).loglikelihood(asks(*(("a", chr(i)) for i in range(256)))))
+    assert 0.9 < total < 1                                      # the rest is end-of-text's
+
+
+def test_greedy_means_every_token():
+    model = sharp()
+    prompt = ids("abc")
+    text = "".join(map(chr, model.generate(torch.tensor([prompt]), 30, temperature=0)[0, 3:].tolist()))
+    assert len(set(text)) > 3
+    wrong = [text[:i] + chr((ord(text[i]) + 1) % 256) + text[i + 1:] for i in (0, 4, 9)]
+    found = harness(model).loglikelihood(asks(*(("abc", x) for x in (text[:1], text[:10], *(w[:10] for w in wrong)))))
+    assert [greedy for _, greedy in found] == [True, True, False, False, False]
+    ends = ("abc", text[:14]), ("abc", text[:17]), ("abc", text[:13] + wrong[0][:4])            # within and beyond T
+    assert [greedy for _, greedy in harness(model).loglikelihood(asks(*ends))] == [
+        all(one(model, row[0] + row[1][-1:], len(row[1]))[1] for row in A.windows(prompt, ids(x), 16)) for _, x in ends]
+
+
+def test_generation_is_the_models_own():
+    model = sharp()
+    prompts = ["abc", "x", "", "abd", "a prompt that is longer than the window", "zzz"]
+    expected = [model.generate(torch.tensor([ids(p) or [256]]), 8, temperature=0)[0, -8:].tolist() for p in prompts]
+    expected = [LATIN.decode(row).decode() for row in expected]
+    assert len(set(expected)) > 3 and all(len(text) == 8 for text in expected)
+    for batch_size, settings in itertools.product((1, 2, 8), (dict(), dict(do_sample=False, temperature=0.7))):
+        requests = asks(*((p, dict(max_gen_toks=8, **settings)) for p in prompts))
+        assert harness(model, batch_size).generate_until(requests) == expected
+    stop = expected[1][3:5]
+    found = harness(model).generate_until(asks(("abc", dict(max_gen_toks=8)), ("x", dict(max_gen_toks=5, until=stop)),
+                                               ("x", dict(max_new_tokens=2, until=[]))))
+    assert found == [expected[0], expected[1].partition(stop)[0], expected[1][:2]]
+
+
+def test_sampling_as_lm_eval_means_it(monkeypatch):
+    model, seen = sharp(), []
+    monkeypatch.setattr(model, "next_tokens", lambda idx, *args: seen.append((idx.tolist(), *args)) or [])
+    for settings in ({}, dict(temperature=0.5), dict(do_sample=True), dict(do_sample=True, temperature=0.5, top_p=0.9),
+                     dict(do_sample=False, temperature=0.5), dict(temperature=0.0, max_gen_toks=9, until=None)):
+        harness(model).generate_until(asks(("", settings)))
+    assert [idx for idx, *_ in seen] == [[[256]]] * 6
+    assert [tuple(args) for _, *args in seen] == [
+        (256, 0.0, None, None), (256, 0.5, None, None), (256, 1.0, None, None), (256, 0.5, None, 0.9),
+        (256, 0.0, None, None), (9, 0.0, None, None)]
+
+
+def test_generation_ends_before_stops_and_end_of_text(monkeypatch, capsys):
+    model, taken = sharp(), []
+
+    def script(*texts):
+        def next_tokens(idx, n, *_):
+            assert len(idx) == len(texts)
+            for t in range(n):
+                taken.append(t)
+                yield torch.tensor([[text[t]] for text in texts])
+        monkeypatch.setattr(model, "next_tokens", next_tokens)
+
+    script(ids("one.\ntwo. STOP"), ids("é\n\nQ: STOP...."), [*ids("a\n"), 256, *ids("b" * 11)])
+    found = harness(model).generate_until(asks(*[("p", dict(until=["\n\nQ", "STOP", ""], max_gen_toks=14))] * 3))
+    assert found == ["one.\ntwo. ", "é", "a\n"] and len(taken) == 14
+    del taken[:]
+    script(ids("STOP.\n") * 2)
+    assert harness(model).generate_until(asks(("p", dict(until=[".", "OP"])))) == ["ST"] and len(taken) == 4
+    with pytest.raises(SystemExit) as e:
+        harness(model).generate_until(asks(("p", dict(num_beams=4))))
+    assert e.value.code == 2 and "generation with num_beams" in capsys.readouterr().err
+
+
+YAML = """task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+    train: {data}
+test_split: test
+training_split: train
+output_type: {kind}
+doc_to_text: "Question: {{{{q}}}}\\nAnswer:"
+doc_to_target: {target}
+{rest}
+metadata:
+  version: 1
+"""
+QUESTIONS = [dict(q=q, c=c, a=a) for q, c, a in (
+    ("what barks?", ["a dog", "a cat of many colours", "it"], 0), ("what is 2 + 2?", ["four", "5", "no idea"], 1),
+    ("who?", ["me", "you and all of your friends", "they"], 2), ("which?", ["this", "that", "neither of the two"], 0))]
+
+
+@pytest.fixture
+def local_tasks(tmp_path, monkeypatch):
+    """Tasks mc, gen and roll in the folder tasks; lm_eval's own ones, whose index takes 20 seconds, are left out."""
+    lm_eval = pytest.importorskip("lm_eval")
+    import lm_eval.tasks  # noqa: F811
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, make=lm_eval.tasks.TaskManager: make(
+        include_path=include_path, include_defaults=False))
+    folder, data = tmp_path / "tasks", tmp_path / "questions.jsonl"
+    folder.mkdir()
+    data.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    score = "metric_list:\n" + "".join(f"  - metric: {m}\n    aggregation: mean\n    higher_is_better: true\n"
+                                       for m in ("acc", "acc_norm"))
+    for name, kind, target, rest in (
+            ("mc", "multiple_choice", '"{{a}}"',
+             'doc_to_choice: "{{c}}"\nfewshot_config: {sampler: first_n}\n' + score),
+            ("gen", "generate_until", '" yes"', "generation_kwargs:\n  until: ['.']\n  max_gen_toks: 6\n"
+             "metric_list:\n  - metric: exact_match\n    aggregation: mean\n    higher_is_better: true\n"),
+            ("roll", "loglikelihood_rolling", '"{{q}}"', "metric_list:\n  - metric: bits_per_byte\n")):
+        (folder / f"{name}.yaml").write_text(YAML.format(name=name, data=data, kind=kind, target=target, rest=rest))
+    return folder
+
+
+def test_downstream_on_local_tasks(local_tasks, monkeypatch):
+    model, byte = sharp(block_size=64), P.load_tokenizer("byte")
+    cfg = A.DownstreamConfig(tasks="mc,roll, gen", include_path="tasks", batch_size=3)
+
+    def pick(row, norm, shots=()):
+        text = "".join(f"Question: {s['q']}\nAnswer: {s['c'][s['a']]}\n\n" for s in shots)
+        values = [one(model, ids(f"{text}Question: {row['q']}\nAnswer: {c}", byte)[-65:], len(c) + 1)[0]
+                  for c in row["c"]]
+        return max(range(3), key=lambda i: values[i] / (len(row["c"][i]) if norm else 1)) == row["a"]
+
+    model.next_tokens = lambda idx, *_: (torch.full((len(idx), 1), t) for t in b" yes.!")
+    found = A.downstream(model, dict(tokenizer="byte"), cfg)
+    assert set(found) == {"mc", "gen", "roll"}
+    assert all(type(value) is float for row in found.values() for value in row.values())
+    acc, norm = (np.mean([pick(row, norm) for row in QUESTIONS]) for norm in (False, True))
+    assert (found["mc"]["acc"], found["mc"]["acc_norm"]) == (acc, norm) and acc != norm
+    assert found["mc"]["acc_stderr"] == pytest.approx(math.sqrt(acc * (1 - acc) / 3))
+    assert found["gen"]["exact_match"] == 1
+    texts = [row["q"] for row in QUESTIONS]
+    nats = sum(one(model, [256] + ids(text, byte), len(text))[0] for text in texts)
+    assert found["roll"]["bits_per_byte"] == pytest.approx(-nats / sum(map(len, texts)) / math.log(2), rel=1e-5)
+    for shots, limit in ((3, None), (1, 3), (0, 1)):
+        found = A.downstream(model, dict(tokenizer="byte"), A.DownstreamConfig("mc", shots, limit, "tasks"))["mc"]
+        for metric, norm in (("acc", False), ("acc_norm", True)):
+            assert found[metric] == np.mean([pick(row, norm, QUESTIONS[:shots]) for row in QUESTIONS[:limit]])
+
+
+def test_the_papers_number_of_examples(monkeypatch):
+    lm_eval = pytest.importorskip("lm_eval")
+    import lm_eval.evaluator  # noqa: F811
+    seen = []
+    tasks = ["hellaswag", "arc_easy", "piqa"]
+    monkeypatch.setattr(A, "task_manager", lambda path: types.SimpleNamespace(all_tasks=tasks))
+    monkeypatch.setattr(lm_eval.evaluator, "simple_evaluate", lambda harness, tasks, num_fewshot, **_: (
+        seen.append((*tasks, num_fewshot)) or dict(results={})))
+    model, state = sharp(), dict(tokenizer="byte")
+    A.downstream(model, state, A.DownstreamConfig())
+    A.downstream(model, state, A.DownstreamConfig("piqa"))
+    A.downstream(model, state, A.DownstreamConfig("arc_easy,piqa", num_fewshot=0))
+    assert seen == [("hellaswag", 10), ("arc_easy", 25), ("piqa", None), ("arc_easy", 0), ("piqa", 0)]
+
+
+def test_downstream_without_the_package(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for call in (lambda: A.downstream(sharp(), dict(tokenizer="byte"), A.DownstreamConfig()),
+                 lambda: A.harness_model(sharp(), LATIN, 1)):
+        with pytest.raises(SystemExit) as e:
+            call()
+        assert e.value.code == 2
+        assert capsys.readouterr().err == "error: downstream needs the package lm_eval: pip install lm_eval\n"
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(tasks="mc,mcc"), "error: unknown task 'mcc': "), (dict(tasks=""), "error: unknown task '': "),
+    (dict(include_path="nowhere"), "error: include_path is nowhere: "),
+    (dict(tasks="gone"), "error: cannot read the data of gone (FileNotFoundError: ")])
+def test_downstream_errors(local_tasks, capsys, settings, message):
+    gone = (local_tasks / "mc.yaml").read_text().replace("task: mc", "task: gone").replace("questions", "gone")
+    (local_tasks / "gone.yaml").write_text(gone)
+    with pytest.raises(SystemExit) as e:
+        A.downstream(sharp(), dict(tokenizer="byte"), A.DownstreamConfig(**{**dict(include_path="tasks"), **settings}))
+    err = capsys.readouterr().err.splitlines()
+    assert e.value.code == 2 and err[-1].startswith(message) and "Traceback" not in err
 
 
 def test_curves(monkeypatch):
