@@ -1060,9 +1060,8 @@ def test_train_save_load_sample(capfd, monkeypatch):
     assert sample_here(capfd, monkeypatch, "--out_dir out --start=FILE:prompt.txt --max_new_tokens=0") == "9 times\n"
     empty = "--out_dir=out --max_new_tokens=3 --temperature=0 --top_k=none --checkpoint=last.pt"
     assert len(sample_here(capfd, monkeypatch, empty)) > 0
-    code, out, err = run(f"train.py {SMALL}")
-    assert code == 2 and err.count("\n") == 1 and "--overwrite=true" in err
-    assert "--overwrite" not in run(f"train.py {SMALL} --overwrite=true --max_steps=0")[2]
+    assert "--overwrite=true" in refused(capfd, train_main, monkeypatch, SMALL)
+    train_main(monkeypatch, f"{SMALL} --overwrite=true --max_steps=0")
     assert len(metrics("out")[1]) == 1
     for args, says in (("--out_dir=nowhere", "no checkpoint nowhere/best.pt"), ("--start=FILE:none.txt", "none.txt"),
                        ("--top_p=0", "top_p is 0"), ("--topk=5", "did you mean top_k?")):
