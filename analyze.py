@@ -59,21 +59,32 @@ class ProbeConfig:
 
 
 @dataclass
-class BatchConfig(ProbeConfig):
+class DataConfig(ProbeConfig):
     dataset: Optional[str] = opt(None, "folder below data_dir whose val.bin is read; None: that of the training")
     data_dir: str = opt("data", "where the datasets are")
     block_size: Optional[int] = opt(None, "tokens in a sequence; None: the model's block_size", low=1)
     batch_size: int = opt(4, "sequences in a batch, which bounds the memory", low=1)
+
+
+@dataclass
+class BatchConfig(DataConfig):
     batches: int = opt(1, "how many batches", low=1)
 
 
-def load(path, cfg):
-    """(model, its checkpoint's dict, the file): in eval mode, in cfg.dtype, with attention by its hand-written path."""
-    path = os.path.join(path, cfg.checkpoint) if os.path.isdir(path) or not os.path.exists(path) else path
-    model, state = train.load_checkpoint(path, train.pick_device(cfg.device))
+def checkpoint_file(path, cfg):
+    """The checkpoint that a run's folder or a file's path names. Exits (2) if it is not there."""
+    file = path if os.path.isfile(path) else os.path.join(path, cfg.checkpoint)
+    if not os.path.exists(file):
+        die(f"no checkpoint {file}: train one first (python train.py), or name another (--checkpoint=last.pt)")
+    return file
+
+
+def load(file, cfg):
+    """(model, its checkpoint's dict): in eval mode, in cfg.dtype, with attention by its hand-written path."""
+    model, state = train.load_checkpoint(file, train.pick_device(cfg.device))
     model.to(getattr(torch, cfg.dtype)).requires_grad_(False)
     model.fused_attention(False)
-    return model, state, path
+    return model, state
 
 
 def open_val(state, cfg, dataset):
@@ -88,11 +99,11 @@ def open_val(state, cfg, dataset):
     return val
 
 
-def read_batches(model, state, cfg):
+def read_batches(model, state, cfg, batches):
     """[(idx, targets)], each (batch_size, T): the same ones for every run with that tokenizer and seed."""
     val = open_val(state, cfg, cfg.dataset or state["config"]["dataset"])
     val.seed = cfg.seed
-    count = cfg.batch_size * cfg.batches
+    count = cfg.batch_size * batches
     if count > val.blocks:
         die(f"batch_size x batches is {count}: {val.path} has {val.blocks} blocks of {val.T + 1} tokens")
     device = next(model.parameters()).device
@@ -157,8 +168,11 @@ def panels(*ylabels, xlabel="layer"):
 
 
 def save_figure(figure, path):
-    with write_atomic(path) as f:
-        figure.savefig(f, format="png", dpi=110, bbox_inches="tight")
+    try:
+        with write_atomic(path) as f:
+            figure.savefig(f, format="png", dpi=100, bbox_inches="tight")
+    except OSError as e:
+        die(f"cannot write {path} ({e}): name another file")
     print(f"wrote {path}")
 
 
@@ -167,7 +181,7 @@ def save_figure(figure, path):
 
 
 @dataclass
-class JacobianConfig(BatchConfig):
+class JacobianConfig(DataConfig):
     batch_size: int = opt(1, "sequences in a batch; the Jacobian has batch_size x T x C rows", low=1)
     k: int = opt(64, "how many singular values", low=1)
     iterations: int = opt(4, "of the randomized block Krylov method", low=0)
@@ -188,13 +202,14 @@ def block_inputs(model, idx):
 
 
 def top_singular_values(f, x, k, iterations, generator, what=""):
-    """The k largest singular values of f's Jacobian at x, by a randomized block Krylov method with JVPs and VJPs, which
-    also separates clustered ones (Musco, Musco, arXiv 1504.05477). Memory: 2 (iterations + 1) (k + 10) vectors of x's
-    size, and twice what a backward pass of f keeps."""
+    """(values, basis, images): the k largest singular values of f's Jacobian J at x, from below, by a randomized block
+    Krylov method with JVPs and VJPs, which also separates clustered ones (Musco, Musco, arXiv 1504.05477); its
+    orthonormal basis (n, m) and J^T of that. Memory: 4 (iterations + 1) (k + 10) vectors of x's size, and twice what a
+    backward pass of f keeps."""
     _, pullback = vjp(f, x)
     J = lambda V: torch.stack([jvp(f, (x,), (v.view_as(x),))[1].flatten() for v in V.T], dim=1)
     Jt = lambda V: torch.stack([pullback(v.view_as(x))[0].flatten() for v in V.T], dim=1)
-    Q = torch.randn(x.numel(), min(k + 10, x.numel()), dtype=x.dtype, generator=generator).to(x.device)
+    Q = torch.randn(x.numel(), min(k + 10, x.numel()), dtype=torch.float64, generator=generator).to(x)
     basis, images = Q[:, :0], Q[:, :0]                          # orthonormal, and J^T of it
     for _ in progress(iterations + 1, what):
         Q = J(Q)[:, :x.numel() - basis.size(1)]
@@ -203,12 +218,14 @@ def top_singular_values(f, x, k, iterations, generator, what=""):
         basis = torch.cat([basis, Q], dim=1)
         Q = Jt(Q)
         images = torch.cat([images, Q], dim=1)
-    return torch.linalg.svdvals(images)[:k]
+        if basis.size(1) == x.numel():
+            break
+    return torch.linalg.svdvals(images)[:k], basis, images
 
 
 def jacobian(model, state, cfg):
     """For each block J = dX_{l+1}/dX_l, auxiliary streams held fixed [TMM, 5.3]."""
-    (idx, _), *_ = read_batches(model, state, cfg)
+    (idx, _), = read_batches(model, state, cfg, 1)
     generator = torch.Generator().manual_seed(cfg.seed)
     layers, spectra = [], []
     for i, (block, x, s) in enumerate(block_inputs(model, idx)):
@@ -219,9 +236,14 @@ def jacobian(model, state, cfg):
             S = torch.linalg.svdvals(jacrev(f)(x).view(x.numel(), x.numel()))
             frobenius, se, S = (S ** 2).sum().item(), 0.0, S[:cfg.k]
         else:
-            S = top_singular_values(f, x, cfg.k, cfg.iterations, generator, f"layer {i}")
-            signs = [torch.randint(2, x.shape, generator=generator) * 2 - 1 for _ in range(cfg.probes)]
-            frobenius, se = mean_se([(jvp(f, (x,), (z.to(x),))[1] ** 2).sum().item() for z in signs])
+            S, basis, images = top_singular_values(f, x, cfg.k, cfg.iterations, generator, f"layer {i}")
+            rest = []                                           # |J|^2 outside of the basis, by Hutchinson
+            for _ in range(cfg.probes):
+                z = torch.randint(2, x.shape, generator=generator) * 2 - 1
+                Jz = jvp(f, (x,), (z.to(x),))[1].flatten()
+                rest.append(((Jz - basis @ (basis.T @ Jz)) ** 2).sum().item())
+            frobenius, se = mean_se(rest)
+            frobenius += (images ** 2).sum().item()
         S = S.tolist()
         layers.append(dict(layer=i, sigma_max=S[0], sigma_min_eff=S[-1], spread=S[0] / S[-1],
                            stable_rank=frobenius / S[0] ** 2, stable_rank_se=se / S[0] ** 2))
@@ -231,10 +253,12 @@ def jacobian(model, state, cfg):
 
 
 def draw_jacobian(results):
-    figure, axes = panels("largest singular value", "k-th singular value", "stable rank", "spread")
+    k = len(next(iter(results.values()))["singular_values"][0])
+    figure, axes = panels("largest singular value", f"singular value {k}", "stable rank", "spread")
     for name, r in results.items():
         for ax, key in zip(axes, ("sigma_max", "sigma_min_eff", "stable_rank", "spread")):
             ax.plot([layer[key] for layer in r["layers"]], "o-", markersize=3, label=name)
+            ax.set_yscale("log")
     axes[0].legend()
     return figure
 
@@ -278,6 +302,8 @@ def top_eigenvalue(hvp, v, iterations, tolerance):
         old, value = value, dot(v, Hv).item()
         if abs(value - old) <= tolerance * abs(value):
             break
+    else:
+        print(f"power iteration: not within the tolerance after {iterations} iterations", file=sys.stderr)
     residual = {name: Hv[name] - value * v[name] for name in v}
     return value, dot(residual, residual).sqrt().item(), i + 1
 
@@ -297,7 +323,7 @@ def random_like(params, generator):
 
 def sharpness(model, state, cfg):
     """Curvature of the loss at the weights [TMM, 6.1 and app. G]; lambda_max is the eigenvalue largest in magnitude."""
-    batches = read_batches(model, state, cfg)
+    batches = read_batches(model, state, cfg, cfg.batches)
     params = dict(model.named_parameters())                     # lists the tied head once
     loss = lambda p, idx, targets: functional_call(model, p, (idx, targets))[1]
     hvp, generator = make_hvp(loss, params, batches), torch.Generator().manual_seed(cfg.seed)
@@ -348,14 +374,14 @@ def entropy(model, state, cfg):
     """Mean entropy in nats of the rows of each head's attention, over batches and tokens."""
     attns = [block.attn for block in model.transformer.h]
     if not isinstance(attns[0], (SoftmaxAttention, SoftmaxParticles)):
-        die(f"entropy: the model's attention is {model.config.attention}, only softmax has rows of weights")
+        die(f"{cfg.path}: the attention is {model.config.attention}, only softmax has rows of weights")
     sums = [0.0] * len(attns)
     hooks = []
     for i, attn in enumerate(attns):
         def hook(attn, args, i=i):
             sums[i] = sums[i] + row_entropy(attention_rows(attn, args[0])).mean(dim=(0, 2))
         hooks.append(attn.register_forward_pre_hook(hook))
-    batches = read_batches(model, state, cfg)
+    batches = read_batches(model, state, cfg, cfg.batches)
     for idx, _ in batches:
         model.features(idx)
     for hook in hooks:
@@ -375,7 +401,9 @@ def draw_entropy(results):
         for layer in r["layers"]:
             heads = [value for key, value in layer.items() if key.startswith("head_")]
             axes[0].plot([layer["layer"]] * len(heads), heads, ".", color=f"C{i % 10}", alpha=0.35)
-    axes[0].axhline(next(iter(results.values()))["uniform"], color="grey", linestyle=":", label="uniform")
+    for uniform in {r["uniform"] for r in results.values()}:
+        axes[0].axhline(uniform, color="grey", linestyle=":", label="uniform")
+    axes[0].ticklabel_format(useOffset=False)
     axes[0].legend(fontsize="small")
     return figure
 
@@ -391,21 +419,29 @@ def scalars(model, state, cfg):
             row["attn.h"] = torch.nn.functional.softplus(block.attn.h_raw).item()
         layers.append(row)
     if len(layers[0]) == 1:
-        die(f"scalars: a model of template {model.config.template} has none")
+        die(f"{cfg.path}: a model of template {model.config.template} has no scalars")
     return dict(layers=layers)
 
 
 def draw_scalars(results):
     rows = [row for r in results.values() for row in r["layers"]]
     names = sorted({key.split(".")[1] for row in rows for key in row if key != "layer"})
-    figure, axes = panels(*names)
-    for ax, name in zip(axes, names):
+    columns = min(4, len(names))
+    figure, axes = pyplot().subplots(-(-len(names) // columns), columns, layout="constrained", squeeze=False,
+                                     figsize=(3.2 * columns, 2.8 * -(-len(names) // columns)))
+    for ax in axes.flat[len(names):]:
+        ax.axis("off")
+    handles = {}
+    for ax, name in zip(axes.flat, names):
+        ax.set(xlabel="layer", ylabel=name)
+        ax.grid(alpha=0.3)
+        ax.xaxis.get_major_locator().set_params(integer=True)
         for i, (run, r) in enumerate(results.items()):
             for step, style in (("attn", "o-"), ("mlp", "s--")):
                 points = [(row["layer"], row[f"{step}.{name}"]) for row in r["layers"] if f"{step}.{name}" in row]
                 if points:
-                    ax.plot(*zip(*points), style, color=f"C{i % 10}", markersize=3, label=f"{run} {step}")
-        ax.legend(fontsize="x-small")
+                    handles[f"{run}, {step}"], = ax.plot(*zip(*points), style, color=f"C{i % 10}", markersize=3)
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=6, fontsize="small")
     return figure
 
 
@@ -431,9 +467,12 @@ def loss_on(model, state, cfg, dataset):
 
 
 def corpora(model, state, cfg):
-    """Zero-shot loss and perplexity on other corpora [TMM, 6]."""
+    """Zero-shot loss and perplexity on other corpora [TMM, 6], over the whole batches that their val.bin has."""
     model.fused_attention(True)                                 # no derivatives here
-    losses = {name: loss_on(model, state, cfg, name) for name in cfg.datasets.split(",")}
+    names = [name.strip() for name in cfg.datasets.split(",") if name.strip()]
+    if not names:
+        die(f"datasets is '{cfg.datasets}': name at least one")
+    losses = {name: loss_on(model, state, cfg, name) for name in names}
     losses["mean"] = sum(losses.values()) / len(losses)
     return {**losses, **{f"{name} ppl": math.exp(loss) for name, loss in losses.items()}}
 
@@ -445,7 +484,9 @@ def draw_corpora(results):
         at = [x + 0.8 * (i + 0.5) / len(results) - 0.4 for x in range(len(names))]
         axes[0].bar(at, [r[name] for name in names], width=0.8 / len(results), label=run)
     axes[0].set_xticks(range(len(names)), names)
-    axes[0].legend()
+    low = min(r[name] for r in results.values() for name in names)
+    axes[0].set_ylim(bottom=0.9 * low)
+    figure.legend(loc="outside upper center", ncols=6, fontsize="small")
     return figure
 
 
@@ -472,8 +513,11 @@ def forgetting(model, state, cfg):
         "--beta2=0.95", "--weight_decay=0.01", "--warmup_steps=50", "--schedule=cosine", "--min_lr_ratio=0.1",
         "--grad_clip=1", "--sam=off", f"--max_steps={cfg.max_steps}", f"--batch_size={cfg.batch_size}",
         f"--gradient_accumulation_steps={cfg.gradient_accumulation_steps}", f"--eval_interval={cfg.max_steps}",
-        f"--eval_iters={cfg.batches}", f"--seed={cfg.seed}", f"--device={cfg.device}", "--sample_tokens=0"])
+        f"--eval_iters={cfg.batches}", f"--seed={cfg.seed}", f"--device={cfg.device}", "--sample_tokens=0",
+        *[f"--block_size={cfg.block_size}"] * (cfg.block_size is not None)])
     tuned, state = train.load_checkpoint(os.path.join(out, "last.pt"), next(model.parameters()).device)
+    if state["step"] < cfg.max_steps:
+        die(f"fine-tuning stopped at step {state['step']} of {cfg.max_steps}: no result")
     after = [loss_on(tuned.to(next(model.parameters()).dtype), state, cfg, name) for name in (source, cfg.target)]
     return dict(forgetting=after[0] - before[0], plasticity=before[1] - after[1], source_before=before[0],
                 source_after=after[0], target_before=before[1], target_after=after[1])
@@ -683,6 +727,7 @@ def curves(folders, cfg):
     plt = pyplot()
     runs = {folder: read_metrics(folder) for folder in folders}
     figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained")
+    styles, labelled = dict(matrices="-", embeddings="--", norms=":", scalars="-."), set()
     for i, (folder, rows) in enumerate(runs.items()):
         color = f"C{i % 10}"
         training, val = ([(row["step"], row[key]) for row in rows if row.get(key) is not None]
@@ -695,8 +740,10 @@ def curves(folders, cfg):
         for row in rows:
             for group, rate in row.get("lr", {}).items():
                 rates.setdefault(group, []).append((row["step"], rate))
-        for group, style in zip(rates, ("-", "--", ":", "-.")):
-            bottom.plot(*zip(*rates[group]), style, color=color, linewidth=1, label=group if i == 0 else None)
+        for group in rates:
+            bottom.plot(*zip(*rates[group]), styles.get(group, "-"), color=color, linewidth=1,
+                        label=None if group in labelled else group)
+            labelled.add(group)
     top.set(ylabel="loss, nats per token")
     top.legend(title="validation (train: pale)")
     bottom.set(xlabel="step", ylabel="rate", yscale="log")
@@ -955,17 +1002,18 @@ def run_probe(name, paths, cfg):
     probe, _, draw = PROBES[name]
     if cfg.plot:
         pyplot()                                                # missing? then say so before the work
-    results, files = {}, []
-    for path in paths:
-        model, state, file = load(path, cfg)
+    files = [checkpoint_file(path, cfg) for path in paths]
+    labels = [os.path.basename(os.path.dirname(os.path.abspath(file))) for file in files]
+    labels = labels if len(set(labels)) == len(labels) else files
+    results = {}
+    for file, label in zip(files, labels):
+        model, state = load(file, cfg)
         cfg.path = file
-        found = probe(model, state, cfg)
-        settings = asdict(cfg)
-        write_json(os.path.join(os.path.dirname(file), f"{name}.json"), dict(
-            probe=name, checkpoint=file, step=state["step"], model=state["model_config"], settings=settings, **found))
-        label = os.path.basename(os.path.dirname(os.path.abspath(file)))
-        results[file if label in results else label] = found
-        files.append(file)
+        results[label] = probe(model, state, cfg)
+        stem = os.path.splitext(os.path.basename(file))[0]
+        write_json(os.path.join(os.path.dirname(file), f"{name}{'' if stem == 'best' else f'-{stem}'}.json"), dict(
+            probe=name, checkpoint=file, step=state["step"], model=state["model_config"], settings=asdict(cfg),
+            results=results[label]))
     for label, found in results.items():
         if "layers" in found:
             print(label)

@@ -1207,8 +1207,12 @@ def test_too_many_bad_steps_stop_the_run(capsys, monkeypatch):
     last = torch.load("out/last.pt", weights_only=True)
     assert last["step"] == 5 and all(t.isfinite().all() for t in last["model"].values())
     assert all(t.isfinite().all() for state in last["optimizer"].values() for t in state.values())
-    train_main(monkeypatch, "--init_from=resume --out_dir=out --max_steps=6")       # the run can go on
-    assert metrics("out")[0][-1]["step"] == 6 and math.isfinite(metrics("out")[0][-1]["train_loss"])
+    with monkeypatch.context() as m:                            # a resumed run has the same allowance again
+        bad_losses(m, set(range(4, 1000)))
+        assert "not finite for 3 steps in a row, to step 9" in refused(capsys, train_main, m, "--init_from=resume "
+                                                                       "--out_dir=out --sample_tokens=9")
+    train_main(monkeypatch, "--init_from=resume --out_dir=out --max_steps=10")      # and can go on
+    assert metrics("out")[0][-1]["step"] == 10 and math.isfinite(metrics("out")[0][-1]["train_loss"])
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best(monkeypatch):
@@ -1321,8 +1325,8 @@ def test_resumed_run_is_the_straight_one_bit_by_bit(monkeypatch, settings):
     args = f"{SMALL} {settings} --dropout=0.1 --max_steps=20 --eval_interval=5 --decay_start=8"
     train_here(monkeypatch, args)
     killed_after(monkeypatch, 10, args + " --out_dir=again")
-    with open("again/metrics.jsonl", "a") as f:                 # what a killed run may leave: a later row, half of one
-        f.write('{"step": 11, "train_loss": 0.1}\n{"step": 1')
+    with open("again/metrics.jsonl", "ab") as f:                # what a killed run may leave: a later row, half of one
+        f.write(b'{"step": 11, "train_loss": 0.1}\n[]\n{}\n\xff\n{"step": 1')
     Path("again/.last.pt.123.tmp").write_text("half")
     train_here(monkeypatch, "--init_from=resume --out_dir=again")
     assert equal("out", "again") and losses("out") == losses("again") and len(losses("out")[0]) == 20
@@ -1345,6 +1349,34 @@ def test_a_signal_ends_the_run_after_its_step(monkeypatch, number):
     assert f"stopped at step {step};" in rest and step == metrics("out")[0][-1]["step"] >= 3
     train_here(monkeypatch, f"--init_from=resume --out_dir=out --max_steps={step + 2}")
     assert [r["step"] for r in metrics("out")[0]] == list(range(1, step + 3))
+
+
+def test_a_row_is_not_logged_twice(monkeypatch):
+    """Stopped right before an evaluation, resumed, killed between its log line and its checkpoint, resumed."""
+    corpus()
+    train_here(monkeypatch, SMALL)
+    whole, stop = T.micro_batches, lambda step, *args: (step == 2 and os.kill(os.getpid(), signal.SIGTERM), whole(
+        step, *args))[1]
+    with monkeypatch.context() as m:
+        m.setattr(T, "micro_batches", stop)
+        train_main(m, SMALL + " --out_dir=again")
+    assert torch.load("again/last.pt", weights_only=True)["step"] == 3 and len(metrics("again")[1]) == 1
+    with monkeypatch.context() as m, pytest.raises(Killed):
+        m.setattr(T, "save", lambda *args: (_ for _ in ()).throw(Killed))
+        train_main(m, "--init_from=resume --out_dir=again")
+    assert len(metrics("again")[1]) == 2
+    train_main(monkeypatch, "--init_from=resume --out_dir=again")
+    assert losses("again") == losses("out") and equal("again", "out")
+
+
+def test_a_new_run_gives_up_the_old_one_whole(monkeypatch):
+    corpus()
+    train_here(monkeypatch, SMALL)
+    with monkeypatch.context() as m:
+        m.setattr(T, "evaluate", lambda *a: math.nan)
+        train_main(m, SMALL + " --overwrite=true --max_steps=1 --template=hb --sample_tokens=3")
+    assert sorted(os.listdir("out")) == ["last.pt", "metrics.jsonl"]
+    assert [r["val_loss"] for r in metrics("out")[1]] == [None, None]
 
 
 def test_a_kill_while_saving_leaves_a_checkpoint():
@@ -1389,10 +1421,11 @@ def test_what_resume_refuses_and_what_it_says(capsys, monkeypatch):
     assert "max_steps is 3: the run in out is at step 6" in again("--max_steps=3")
     assert "no checkpoint nowhere/last.pt" in again("--out_dir=nowhere")
     P.prepare("text", "byte", out="data/text", files=["corpus.txt", "corpus.txt"])
-    assert "tokens: it had 8852 when the run" in again()
+    assert "dataset text has source" in (line := again()) and "when the run in out was saved" in line
     P.prepare("text", "gpt2", out="data/text", files=["corpus.txt"])
     assert "has the tokenizer gpt2" in again()
     corpus()
+    assert "decay_start is 50: it must be warmup_steps, 2, to max_steps, 6" in again("--schedule=wsd --decay_start=50")
     train_main(monkeypatch, "--init_from=resume --out_dir=out --max_steps=8 --log_interval=2 --learning_rate=1e-3")
     out = capsys.readouterr().out
     assert "max_steps: 8 from here on, 6 so far" in out and "learning_rate: 0.001 from here on, 0.0006 so far" in out
@@ -1405,7 +1438,10 @@ def test_what_resume_refuses_and_what_it_says(capsys, monkeypatch):
         def __reduce__(self):
             return os.mkdir, ("owned",)
     for foreign in (dict(state, config=Malicious()), [1], dict(model={}), dict(state, optimizer={"x": {}}),
-                    {key: value for key, value in state.items() if key != "seconds"}):
+                    {key: value for key, value in state.items() if key != "seconds"}, dict(state, optimizer={}),
+                    dict(state, model=None), dict(state, model={name: 1 for name in state["model"]}),
+                    dict(state, optimizer={name: {} for name in state["optimizer"]}), dict(state, step=-5),
+                    dict(state, step=2.5), dict(state, model_config=dict(template="x")), dict(state, tokenizer=None)):
         torch.save(foreign, "out/last.pt")
         assert "out/last.pt is not a checkpoint of this project" in again()
     assert not Path("owned").exists()
@@ -1433,9 +1469,15 @@ def test_begin_with_weights_of_this_project(capsys, monkeypatch):
             "attn_step.beta_raw" in line and "--strict=false takes what fits" in line)
     train_here(monkeypatch, seed + " --strict=false --max_steps=1")
     assert "took 29 of 47 tensors from out/last.pt" in capsys.readouterr().out
+    capsys.readouterr()
+    first_loss(monkeypatch, f"{few} --out_dir=heads --init_from=out --n_head=4")
+    assert "n_head: 4 here, 2 in out" in capsys.readouterr().out    # no tensor tells
     assert "of another shape: lm_head.weight" in refused(capsys, train_main, monkeypatch,
                                                          f"{few} --out_dir=wide --init_from=out --n_embd=64")
-    assert "no checkpoint nowhere.pt" in refused(capsys, train_main, monkeypatch, f"{few} --init_from=nowhere.pt")
+    torch.save(dict(model={"a": 1}, model_args={}), "bad.pt")
+    assert "bad.pt is not a checkpoint" in refused(capsys, train_main, monkeypatch, f"{few} --init_from=bad.pt")
+    assert "init_from is nowhere.pt: there is no such checkpoint" in refused(capsys, train_main, monkeypatch,
+                                                                            f"{few} --init_from=nowhere.pt")
     P.prepare("text", "gpt2", out="data/text", files=["corpus.txt"])
     assert "has the tokenizer gpt2" in refused(capsys, train_main, monkeypatch, f"{few} --out_dir=z --init_from=out")
 
@@ -1583,8 +1625,12 @@ def test_randomized_singular_values_of_a_known_matrix():
     for values in (torch.cat([torch.linspace(5, 1, 12), torch.full((48,), 0.5)]), torch.linspace(1.02, 0.98, 60),
                    torch.cat([torch.ones(9), torch.zeros(51)])):    # spread, clustered, of low rank
         J = U @ torch.diag(values.double()) @ V.T
-        found = A.top_singular_values(f, torch.randn(5, 12).double(), 4, 3, torch.Generator().manual_seed(0))
-        assert torch.allclose(found, values[:4].double(), rtol=2e-4)
+        for k, iterations in ((4, 3), (20, 9)):                 # the second fills the space
+            found, basis, images = A.top_singular_values(f, torch.randn(5, 12).double(), k, iterations,
+                                                         torch.Generator().manual_seed(0))
+            assert torch.allclose(found, values[:k].double(), rtol=2e-4, atol=1e-9)
+            assert torch.allclose(basis.T @ basis, torch.eye(basis.size(1)).double(), atol=1e-9)
+            assert torch.allclose(images, J.T @ basis, atol=1e-9)
 
 
 @pytest.mark.parametrize("template", [*TEMPLATES, *INTEGRATORS])
@@ -1597,7 +1643,7 @@ def test_jacobian_probe_against_the_full_jacobian(template):
             torch.nn.init.normal_(p, std=0.3)
     cfg = A.JacobianConfig(k=5, iterations=4, probes=60)
     found = A.jacobian(model, probed(model), cfg)
-    idx = A.read_batches(model, probed(model), cfg)[0][0]
+    idx = A.read_batches(model, probed(model), cfg, 1)[0][0]
     assert idx.shape == (1, 6)
     seen = []
     for block in model.transformer.h:
@@ -1667,7 +1713,7 @@ def test_sharpness_slice_is_normalized():
     model.fused_attention(False)
     cfg = A.SharpnessConfig(probes=1, iterations=1, points=5, batch_size=2, block_size=9)
     found = A.sharpness(model, probed(model), cfg)
-    batch, = A.read_batches(model, probed(model), cfg)
+    batch, = A.read_batches(model, probed(model), cfg, 1)
     assert found["slice"]["steps"] == [-0.5, -0.25, 0, 0.25, 0.5] and found["parameters"] == model.num_params()
     assert found["slice"]["losses"][2] == pytest.approx(model(*batch)[1].item(), rel=1e-12)
     assert found["trace_per_parameter"] == found["trace"] / model.num_params()
@@ -1680,7 +1726,7 @@ def test_entropy_of_uniform_and_of_explicit_attention(template):
     corpus()
     model = tiny(template, vocab_size=320, block_size=12).double().eval()
     cfg, state = A.BatchConfig(batch_size=2, batches=2), probed(model)
-    found, idx = A.entropy(model, state, cfg), torch.cat([idx for idx, _ in A.read_batches(model, state, cfg)])
+    found, idx = A.entropy(model, state, cfg), torch.cat([idx for idx, _ in A.read_batches(model, state, cfg, 2)])
     block, seen = model.transformer.h[1], []
     block.attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model(idx)
@@ -1727,24 +1773,35 @@ def test_probes_write_json_table_and_figure(capsys, monkeypatch):
              {"forgetting", "plasticity"})):
         analyze_here(monkeypatch, f"{probe} runs/vanilla runs/tmm/last.pt {settings}")
         out = capsys.readouterr().out
-        found = [json.loads(Path(f"runs/{t}/{probe}.json").read_text()) for t in ("vanilla", "tmm")]
-        assert all(keys | {"settings", "model", "step"} <= set(f) and f["probe"] == probe for f in found)
+        found = [json.loads(Path(f"runs/{name}.json").read_text())
+                 for name in (f"vanilla/{probe}", f"tmm/{probe}-last")]
+        assert all(keys <= set(f["results"]) and f["probe"] == probe and f["settings"]["seed"] == 0 for f in found)
         assert Path(f"runs/vanilla/{probe}.png").read_bytes()[1:4] == b"PNG" and "vanilla" in out and "tmm" in out
     analyze_here(monkeypatch, "scalars runs/tmm --figure=s.png")
-    assert Path("s.png").exists() and json.loads(Path("runs/tmm/scalars.json").read_text())["layers"][1]["mlp.mu"] < 1
-    corpora = json.loads(Path("runs/tmm/corpora.json").read_text())
+    assert Path("s.png").exists() and json.loads(Path("runs/tmm/scalars.json").read_text())[
+        "results"]["layers"][1]["mlp.mu"] < 1
+    corpora = json.loads(Path("runs/tmm/corpora-last.json").read_text())["results"]
     assert corpora["mean"] == pytest.approx((corpora["other"] + corpora["text"]) / 2)
     assert corpora["other ppl"] == pytest.approx(math.exp(corpora["other"]))
-    moved = json.loads(Path("runs/tmm/forgetting.json").read_text())
+    moved = json.loads(Path("runs/tmm/forgetting-last.json").read_text())["results"]
     assert moved["plasticity"] == moved["target_before"] - moved["target_after"] > 0
     assert moved["target_before"] == pytest.approx(corpora["other"], rel=0.05)
     assert moved["forgetting"] == moved["source_after"] - moved["source_before"]
     tuned = torch.load("runs/tmm/forgetting-other/last.pt", weights_only=True)["config"]
     assert (tuned["learning_rate"], tuned["weight_decay"], tuned["warmup_steps"]) == (1e-4, 0.01, 50)
     says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
+    whole, stop = T.micro_batches, lambda step, *args: (step == 1 and os.kill(os.getpid(), signal.SIGTERM), whole(
+        step, *args))[1]
+    with monkeypatch.context() as m:
+        m.setattr(T, "micro_batches", stop)
+        few = "--max_steps=8 --batch_size=2 --gradient_accumulation_steps=1 --batches=2"
+        assert "fine-tuning stopped at step 2 of 8: no result" in says(f"forgetting runs/tmm --target=other {few}")
+    assert not Path("runs/tmm/forgetting.json").exists()
+    assert "no checkpoint nowhere/best.pt" in says("entropy runs/tmm nowhere") and "datasets is" in says(
+        "corpora runs/tmm --datasets=")
     assert "k is 500: a Jacobian of 256 rows" in says("jacobian runs/tmm --block_size=8 --k=500 --plot=false")
     assert "no checkpoint nowhere/best.pt" in says("jacobian nowhere")
-    assert "a model of template vanilla has none" in says("scalars runs/vanilla")
+    assert "runs/vanilla/best.pt: a model of template vanilla has no scalars" in says("scalars runs/vanilla")
     assert "block_size is 99: the model's is 16" in says("entropy runs/tmm --block_size=99")
     assert "batch_size x batches is 4000" in says("entropy runs/tmm --batches=1000")
     P.prepare("text", "gpt2", out="data/bpe", files=["corpus.txt"])

@@ -470,9 +470,8 @@ def evaluate(model, split, cfg, device, amp, rank=0, world=1):
 def checkpoint(model, optimizers, cfg, meta, **progress):
     """All that a run is, as plain types and tensors: torch.load(path, weights_only=True) reads it. Data order and
     dropout are functions of (seed, step), so the step stands for the state of the random numbers too."""
-    return dict(model=model.state_dict(), model_config=asdict(model.config), tokenizer=meta["tokenizer"],
-                train_tokens=meta["train_tokens"], optimizer=optimizer_state(optimizers), config=asdict(cfg),
-                **progress)
+    return dict(model=model.state_dict(), model_config=asdict(model.config), tokenizer=meta["tokenizer"], data=meta,
+                optimizer=optimizer_state(optimizers), config=asdict(cfg), **progress)
 
 
 def named_state(optimizer):
@@ -494,8 +493,8 @@ def load_optimizer_state(optimizers, saved):
         state = o.state_dict()
         for i, (name, p) in enumerate(named_state(o)):
             if name in saved:
-                if any(t.shape not in (p.shape, ()) for t in saved[name].values()):
-                    raise ValueError(f"the optimizer state of {name} has another shape")
+                if not saved[name] or any(t.shape not in (p.shape, ()) for t in saved[name].values()):
+                    raise ValueError(f"the optimizer state of {name} is empty or has another shape")
                 state["state"][i] = saved[name]
         o.load_state_dict(state)
 
@@ -545,10 +544,16 @@ def resume(cfg, argv):
     path = os.path.join(cfg.out_dir, "last.pt")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        saved = {name: state["config"][name] for name in {f.name for f in fields(TrainConfig)} & set(state["config"])}
-        missing = {"model", "optimizer", "step", "best_val_loss", "evaluated", "seconds", "bad_steps"} - set(state)
-        if missing:
-            raise ValueError(f"it lacks {brief(missing)}")
+        saved = {f.name: state["config"][f.name] for f in fields(TrainConfig) if f.name in state["config"]}
+        kinds = dict(model=dict, model_config=dict, optimizer=dict, tokenizer=str, data=dict, step=int, evaluated=bool,
+                     best_val_loss=float, seconds=float, bad_steps=int)
+        for name, kind in kinds.items():
+            if not isinstance(state.get(name), kind):
+                raise ValueError(f"its {name} is no {kind.__name__}")
+        GPTConfig(**state["model_config"])
+        check_tensors(state["model"])
+        if state["step"] < 0 or (not state["optimizer"] and state["step"] > state["bad_steps"]):
+            raise ValueError("it has no optimizer state")
     except Exception as e:
         refuse(path, e)
     saved.update(out_dir=cfg.out_dir, init_from="resume", overwrite=False)
@@ -561,6 +566,11 @@ def resume(cfg, argv):
         if new != old and local_rank() == 0:
             print(f"{name}: {new!r} from here on, {old!r} so far")
     return cfg, state
+
+
+def check_tensors(weights):
+    if not all(isinstance(t, torch.Tensor) for t in weights.values()):
+        raise ValueError("its weights are no tensors")
 
 
 def read_weights(source):
@@ -586,9 +596,14 @@ def read_weights(source):
         state = torch.load(path, map_location="cpu", weights_only=True)
         if "model_args" in state:                               # nanoGPT's
             weights = {name.removeprefix("_orig_mod."): t for name, t in state["model"].items()}
-            return weights, dict(state["model_args"], template="vanilla"), None
-        GPTConfig(**state["model_config"])
-        return dict(state["model"]), state["model_config"], state["tokenizer"]
+            settings, tokenizer = dict(state["model_args"], template="vanilla"), None
+        else:
+            weights, settings, tokenizer = dict(state["model"]), state["model_config"], state["tokenizer"]
+        check_tensors(weights)
+        GPTConfig(**settings)
+        return weights, settings, tokenizer
+    except FileNotFoundError:
+        die(f"init_from is {source}: there is no such checkpoint; it can be 'scratch', 'resume', a path or 'gpt2'")
     except Exception as e:
         refuse(path, e)
 
@@ -641,7 +656,7 @@ def make_model(cfg, meta, vocab_size=None):
 def check_out(cfg):
     """Exits (2) if out_dir cannot be written, or holds a run that --overwrite=true has not given up. Removes what a
     killed process has half written."""
-    old = [name for name in ("metrics.jsonl", "last.pt", "best.pt") if os.path.exists(os.path.join(cfg.out_dir, name))]
+    old = [name for name in ("last.pt", "best.pt") if os.path.exists(os.path.join(cfg.out_dir, name))]
     if old and not cfg.overwrite and cfg.init_from != "resume":
         die(f"out_dir {cfg.out_dir} already holds a run ({', '.join(old)}): go on with it by --init_from=resume, name "
             "another --out_dir, or lose it with --overwrite=true")
@@ -655,26 +670,36 @@ def check_out(cfg):
 
 
 def log(cfg, **row):
-    """Appends an object to metrics.jsonl, or begins it at step 0."""
+    """Appends an object to metrics.jsonl."""
     try:
-        with open(os.path.join(cfg.out_dir, "metrics.jsonl"), "w" if row["step"] == 0 else "a", encoding="utf-8") as f:
+        with open(os.path.join(cfg.out_dir, "metrics.jsonl"), "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
     except OSError as e:
         die(f"cannot write to {cfg.out_dir}/metrics.jsonl ({e}): free the disk")
 
 
-def cut_log(cfg, step):
-    """Drops from metrics.jsonl what is later than a step, and a torn last line."""
-    path = os.path.join(cfg.out_dir, "metrics.jsonl")
-    kept = []
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            for line in f:
-                with contextlib.suppress(ValueError):
-                    if line.endswith("\n") and json.loads(line)["step"] <= step:
-                        kept.append(line)
-    with write_atomic(path) as f:
-        f.write("".join(kept).encode())
+def cut_log(cfg, step, evaluated):
+    """Drops from metrics.jsonl what is later than a checkpoint of this step, and lines that are torn."""
+    path, kept = os.path.join(cfg.out_dir, "metrics.jsonl"), []
+    try:
+        if os.path.exists(path):
+            with open(path, "rb") as f:
+                for line in f:
+                    with contextlib.suppress(ValueError, KeyError, TypeError):
+                        row = json.loads(line)
+                        if row["step"] < step or row["step"] == step and (evaluated or "val_loss" not in row):
+                            kept.append(line.rstrip(b"\n") + b"\n")
+        with write_atomic(path) as f:
+            f.write(b"".join(kept))
+    except OSError as e:
+        die(f"cannot write {path} ({e}): free the disk; the file before is intact")
+
+
+def begin_log(cfg):
+    """Gives up what a former run has left in out_dir; last.pt first, without which nothing resumes."""
+    for name in ("last.pt", "best.pt", "metrics.jsonl"):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(cfg.out_dir, name))
 
 
 def finite(x):
@@ -686,12 +711,16 @@ def clock(seconds):
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
-def start_wandb(cfg):
-    """A Weights & Biases run, offline where it cannot be reached. Exits (2) if the package is missing."""
+def import_wandb():
     try:
         import wandb
+        return wandb
     except ImportError:
         die("wandb_log is true: that needs the package wandb, pip install wandb")
+
+
+def start_wandb(wandb, cfg):
+    """A Weights & Biases run, offline where it cannot be reached."""
     settings = dict(project=cfg.wandb_project, name=cfg.out_dir, config=asdict(cfg), dir=cfg.out_dir)
     try:
         return wandb.init(**settings)
@@ -722,9 +751,17 @@ def main(argv=None):
         weights, shape, tokenizer = read_weights(cfg.init_from)
         vocab_size = shape["vocab_size"]
         known = {f.name for f in fields(TrainConfig)} - {"h0"}  # h0 is where scalars started that now are loaded
-        cfg = parse_args(TrainConfig, argv, demo, {k: v for k, v in shape.items() if k in known})
+        shape = {k: v for k, v in shape.items() if k in known}
+        cfg = parse_args(TrainConfig, argv, demo, shape)
+        for key, old in shape.items():
+            if getattr(cfg, key) != old and local_rank() == 0:
+                print(f"{key}: {getattr(cfg, key)!r} here, {old!r} in {cfg.init_from}")
     if cfg.sam == "decay" and cfg.schedule != "wsd":
         die(f"sam is 'decay': schedule is {cfg.schedule!r}, which has no decay phase; use --schedule=wsd or --sam=on")
+    if cfg.schedule == "wsd" and not cfg.warmup_steps <= decay_start(cfg) <= cfg.max_steps:
+        die(f"decay_start is {decay_start(cfg)}: it must be warmup_steps, {cfg.warmup_steps}, to max_steps, "
+            f"{cfg.max_steps}")
+    wandb = import_wandb() if cfg.wandb_log else None
 
     # one process, or one of many under torchrun
     device = pick_device(cfg.device)
@@ -744,9 +781,10 @@ def main(argv=None):
     if tokenizer not in (None, meta["tokenizer"]) or (vocab_size or math.inf) < meta["tokenizer_size"]:
         die(f"dataset {cfg.dataset} has the tokenizer {meta['tokenizer']} of {meta['tokenizer_size']} ids, the weights "
             f"({cfg.init_from}) have {tokenizer or 'one'} of at most {vocab_size}: prepare it with theirs")
-    if state and state["train_tokens"] != meta["train_tokens"]:
-        die(f"dataset {cfg.dataset} has {meta['train_tokens']} tokens: it had {state['train_tokens']} when the run in "
-            f"{cfg.out_dir} was saved")
+    for key in sorted(meta) if state else ():
+        if state["data"].get(key) != meta[key]:
+            die(f"dataset {cfg.dataset} has {key} {meta[key]!r}: it was {state['data'].get(key)!r} when the run in "
+                f"{cfg.out_dir} was saved; prepare it as it was")
     torch.manual_seed(cfg.seed)
     raw_model = model = make_model(cfg, meta, vocab_size)
     if weights is not None:
@@ -763,10 +801,11 @@ def main(argv=None):
         model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
     params = list(raw_model.parameters())
     optimizers = make_optimizers(raw_model, cfg, device)
-    best, step, busy, bad_steps, evaluated = math.inf, 0, 0.0, 0, False
+    best, step, busy, bad_steps, evaluated, val_loss = math.inf, 0, 0.0, 0, False, 0.0
     if state:
         best, step, busy, bad_steps, evaluated = (
             state[k] for k in ("best_val_loss", "step", "seconds", "bad_steps", "evaluated"))
+        bad_steps = 0 if bad_steps >= cfg.max_bad_steps else bad_steps      # it stopped for them: a new allowance
         try:
             load_optimizer_state(optimizers, state["optimizer"])
         except Exception as e:
@@ -774,10 +813,10 @@ def main(argv=None):
         if step > cfg.max_steps:
             die(f"max_steps is {cfg.max_steps}: the run in {cfg.out_dir} is at step {step}")
         if master:
-            cut_log(cfg, step)
+            cut_log(cfg, step, evaluated)
     sequences = cfg.batch_size * cfg.gradient_accumulation_steps
     peak = peak_flops(device, dtype)
-    wandb_run = start_wandb(cfg) if cfg.wandb_log and master else None
+    wandb_run = start_wandb(wandb, cfg) if wandb and master else None
     if master:
         print(f"{cfg.template}, {cfg.attention} attention: {raw_model.num_params():,} parameters; {cfg.dataset}: "
               f"{meta['train_tokens']:,} tokens, {meta['tokenizer']}; {sequences * cfg.block_size:,} tokens a step")
@@ -811,8 +850,8 @@ def main(argv=None):
 
     stop = []                                                   # signals that asked for an end
     def on_signal(number, frame):
-        if stop and world == 1:
-            raise KeyboardInterrupt                             # a second one does not wait for the step
+        if stop and number == signal.SIGINT and world == 1:
+            raise KeyboardInterrupt                             # a second Ctrl-C does not wait for the step
         stop.append(number)                                     # (torchrun itself sends several)
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -832,6 +871,8 @@ def main(argv=None):
             best = val_loss if improved else best
             if master:
                 print(f"step {step:6d}  val loss {val_loss:.4f}{'  (best)' if improved else ''}")
+                if step == 0 and not state:
+                    begin_log(cfg)
                 record(step=step, val_loss=finite(val_loss))
                 save_as(*["best.pt"] * improved, "last.pt", val_loss=val_loss, evaluated=True)
             barrier()
@@ -867,7 +908,7 @@ def main(argv=None):
             if master:
                 print(f"step {step:6d}  skipped: loss {loss}, gradient norm {norm} ({bad_steps} in a row)")
                 record(step=step, skipped=True)
-            if bad_steps == cfg.max_bad_steps:
+            if bad_steps >= cfg.max_bad_steps:
                 if master:
                     save_as("last.pt", evaluated=False)
                 barrier()
@@ -891,7 +932,7 @@ def main(argv=None):
         print(f"stopped at step {step}; go on with: python train.py --init_from=resume --out_dir={cfg.out_dir}")
     elif master:
         print(f"best val loss {best:.4f} nats per token; checkpoints in {cfg.out_dir}")
-        if cfg.sample_tokens:
+        if cfg.sample_tokens and math.isfinite(val_loss):
             tokenizer = load_tokenizer(meta["tokenizer"])
             prompt = torch.tensor([[tokenizer.eot]], device=device)
             raw_model.eval()
