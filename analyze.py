@@ -804,7 +804,7 @@ class Stepper:
     def train(self):
         """Forward and backward, without the optimizer, which is the same for all."""
         with train.autocast(self.device, self.cfg.dtype):
-            loss = self.run(self.idx, self.idx)[1]
+            loss = self.run(self.idx, self.idx, logits=False)[1]
         loss.backward()
         self.model.zero_grad(set_to_none=True)
 

@@ -697,6 +697,35 @@ class GPTConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: {owner} has no use for it, leave {default!r}")
 
 
+class ChunkedLoss(torch.autograd.Function):
+    """Mean cross-entropy of the logits x W^T, for x (N, C), W (V, C), targets (N,), -1 not counted. The logits exist
+    for a chunk of tokens at a time; their gradient is taken at once, nothing is computed twice. Differentiable once."""
+
+    @staticmethod
+    def forward(ctx, x, W, targets):
+        n, total = (targets >= 0).sum(), x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        dx, dW = torch.empty_like(x), torch.zeros_like(W) if ctx.needs_input_grad[1] else None
+        tokens = max(1, 2 ** 24 // len(W))
+        for x_c, dx_c, t in zip(x.split(tokens), dx.split(tokens), targets.split(tokens)):
+            counted, t = (t >= 0).unsqueeze(1), t.clamp_min(0).unsqueeze(1)
+            z = F.linear(x_c, W).to(total.dtype)
+            z -= z.logsumexp(-1, keepdim=True)
+            total -= (z.gather(1, t) * counted).sum()
+            if any(ctx.needs_input_grad):
+                z = z.exp_().scatter_add_(1, t, -torch.ones_like(z[:, :1]))
+                z *= counted.to(z.dtype) / n                    # the gradient in the logits
+                dx_c.copy_(z @ W)
+                if dW is not None:
+                    dW += z.T @ x_c
+        ctx.save_for_backward(dx, dW)
+        return total / n
+
+    @staticmethod
+    def backward(ctx, g):
+        dx, dW = ctx.saved_tensors
+        return g * dx, None if dW is None else g * dW, None
+
+
 class GPT(nn.Module):
     """model(idx, targets=None) -> (logits, loss or None)."""
 
@@ -766,10 +795,13 @@ class GPT(nn.Module):
             x, s = block(x, s)
         return self.transformer.ln_f(x)
 
-    def forward(self, idx, targets=None):
+    def forward(self, idx, targets=None, logits=True):
         """Ids (B, T) -> logits (B, T, V) for every position, and the mean loss in nats if targets (B, T) are given
-        (-1: not counted)."""
-        logits = self.lm_head(self.features(idx))
+        (-1: not counted). logits=False: the same loss from a chunk of tokens at a time, and None for the logits."""
+        x = self.features(idx)
+        if not logits:
+            return None, ChunkedLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        logits = self.lm_head(x)
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)

@@ -24,7 +24,7 @@ import prepare as P
 import sample as S
 import train as T
 from model import ATTENTION, GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, SoftmaxAttention, Substep
-from model import derived_b, exp_weight, linear_attention, newton_schulz, sample, sigma, whiten
+from model import ChunkedLoss, derived_b, exp_weight, linear_attention, newton_schulz, sample, sigma, whiten
 
 ROOT = Path(__file__).parent
 torch.set_num_threads(1)                                        # the shapes here are too small to share
@@ -801,6 +801,43 @@ def test_memory_of_linear_attention_is_linear(template):
     model = tiny(template, "linear", block_size=1024)
     a, b, c = (kept_bytes(model, T) for T in (256, 512, 1024))
     assert b / a == pytest.approx(2, rel=0.08) and c / b == pytest.approx(2, rel=0.04)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: loss
+
+
+@pytest.mark.parametrize("V", [7, 2 ** 22 + 1])                 # one chunk, and chunks of three tokens
+def test_chunked_loss_is_cross_entropy(V):
+    x, W = torch.randn(8, 3).double().requires_grad_(), torch.randn(V, 3).double().requires_grad_()
+    targets = torch.tensor([0, V - 1, -1, 3, -1, 3, 5, 6])
+    plain = F.cross_entropy(x @ W.T, targets, ignore_index=-1)
+    chunked = ChunkedLoss.apply(x, W, targets)
+    assert torch.allclose(chunked, plain, rtol=1e-12)
+    for a, b in zip(torch.autograd.grad(5 * chunked, (x, W)), torch.autograd.grad(5 * plain, (x, W))):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-14)
+    with torch.no_grad():
+        assert torch.allclose(ChunkedLoss.apply(x, W, targets), plain, rtol=1e-12)
+    assert torch.equal(torch.autograd.grad(ChunkedLoss.apply(x, W.detach(), targets), x)[0] * 5,
+                       torch.autograd.grad(5 * ChunkedLoss.apply(x, W, targets), x)[0])
+
+
+def test_training_loss_keeps_no_logits():
+    idx, T = tokens(2, 64, 6000), 64
+    grads, kept = [], []
+    model = tiny("tmm", vocab_size=6000)
+    for logits in (True, False):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda u: sizes.append(u.numel()) or u, lambda u: u):
+            out, loss = model(idx, idx, logits=logits)
+        assert (out is None) is not logits
+        loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+        kept.append(any(size >= 2 * T * 6000 for size in sizes))
+        model.zero_grad()
+    assert kept == [True, False] and all(torch.allclose(a, b, rtol=1e-4, atol=1e-8) for a, b in zip(*grads))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(idx, idx, logits=False)[1], loss)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

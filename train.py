@@ -339,7 +339,7 @@ def compile_model(model, x, y, amp):
     try:
         compiled = torch.compile(model, fullgraph=True)
         with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), amp:
-            compiled(x, y)[1].backward()
+            compiled(x, y, logits=False)[1].backward()
     except Exception as e:
         print(f"warning: torch.compile does not work here, running without it ({reason(e)})", file=sys.stderr)
         compiled = model
@@ -461,7 +461,8 @@ def evaluate(model, split, cfg, device, amp, rank=0, world=1):
     model.eval()
     for i in range(rank, count, world):
         with amp:
-            total += torch.stack([model(*split.batch(i * size, size, device))[1], torch.ones((), device=device)])
+            loss = model(*split.batch(i * size, size, device), logits=False)[1]
+            total += torch.stack([loss, torch.ones((), device=device)])
     model.train()
     loss, n = all_sum(total).tolist()
     return loss / n
@@ -843,7 +844,7 @@ def main(argv=None):
             torch.manual_seed(int(np.random.SeedSequence([cfg.seed, first]).generate_state(1)[0]))     # of dropout
             with model.no_sync() if world > 1 and first != firsts[-1] else contextlib.nullcontext():
                 with amp:
-                    micro_loss = model(x, y)[1] / len(firsts)
+                    micro_loss = model(x, y, logits=False)[1] / len(firsts)
                 micro_loss.backward()
             loss += micro_loss.detach()
         return loss
