@@ -722,8 +722,8 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        dx, dW = ctx.saved_tensors
-        return g * dx, None if dW is None else g * dW, None
+        dx, dW = ctx.saved_tensors                              # in place: here memory is at its peak. A second
+        return dx.mul_(g), None if dW is None else dW.mul_(g), None     # backward is refused for it
 
 
 class GPT(nn.Module):
