@@ -705,7 +705,7 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(ctx, x, W, targets):
         n, total = (targets >= 0).sum(), x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         dx, dW = torch.empty_like(x), torch.zeros_like(W) if ctx.needs_input_grad[1] else None
-        tokens = max(1, 2 ** 24 // len(W))
+        tokens = max(1, 2 ** 23 // len(W))
         for x_c, dx_c, t in zip(x.split(tokens), dx.split(tokens), targets.split(tokens)):
             counted, t = (t >= 0).unsqueeze(1), t.clamp_min(0).unsqueeze(1)
             z = F.linear(x_c, W).to(total.dtype)
