@@ -383,6 +383,37 @@ INTEGRATORS = {
 # Oracles
 
 
+class Cache:
+    """What one attention module keeps of the tokens of a window of up to size tokens, so that the next one need not
+    read them again. Its calls are told apart by their order: the i-th call of a pass finds what the i-th call of the
+    passes before has left. first: how many tokens those passes had; GPT.features begins a pass by next_pass."""
+
+    def __init__(self, size):
+        self.size, self.first, self.slots, self.call = size, 0, [], 0
+
+    def next_pass(self, first):
+        self.first, self.call = first, 0
+
+    def once(self, f):
+        """f() of the first pass."""
+        if self.first == 0:
+            self.slots.append(f())
+        self.call += 1
+        return self.slots[self.call - 1]
+
+    def extend(self, u):
+        """u (..., T, C) of this pass's tokens -> (..., first + T, C) of all tokens so far."""
+        kept, end = self.once(lambda: u.new_empty(*u.shape[:-2], self.size, u.size(-1))), self.first + u.size(-2)
+        kept[..., self.first:end, :] = u
+        return kept[..., :end, :]
+
+    def state(self, k, v):
+        """sum_j k_j v_j^T over all tokens so far, (B, T, C) twice -> (B, C, C); float32 or wider, as sums must be."""
+        wide = torch.promote_types(v.dtype, torch.float32)
+        state = self.once(lambda: (k.mT @ v).to(wide))
+        return state.addcmul_(k.mT.to(wide), v.to(wide)) if self.first else state       # later passes: T is 1
+
+
 class LayerNorm(nn.Module):
     """LayerNorm over C with an optional bias (nn.LayerNorm with nanoGPT's names)."""
 
@@ -413,11 +444,14 @@ class SoftmaxAttention(nn.Module):
         """Each (B, H, T, D)."""
         return tuple(u.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for u in self.c_attn(x).chunk(3, dim=-1))
 
-    def forward(self, x):
+    def forward(self, x, cache=None):
         q, k, v = self.qkv(x)
+        if cache:
+            k, v = cache.extend(k), cache.extend(v)
         dropout = self.dropout if self.training else 0.0
-        if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        if self.fused:                                          # one token after others sees all of them
+            causal = q.size(-2) == k.size(-2)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
         else:
             y = F.dropout(attention_weights(q, k), dropout) @ v
         y = y.transpose(1, 2).flatten(2)                        # (B, H, T, D) -> (B, T, C)
@@ -425,9 +459,9 @@ class SoftmaxAttention(nn.Module):
 
 
 def attention_weights(q, k):
-    """Rows of causal softmax attention, (B, H, T, D) -> (B, H, T, T)."""
-    T = q.size(-2)
-    hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    """Rows of causal softmax attention, of the last T of n tokens: (B, H, T, D), (B, H, n, D) -> (B, H, T, n)."""
+    T, n = q.size(-2), k.size(-2)
+    hidden = torch.ones(T, n, dtype=torch.bool, device=q.device).triu(1 + n - T)
     return (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -math.inf).softmax(dim=-1)
 
 
@@ -441,24 +475,30 @@ class LinearAttention(nn.Module):
         self.c_v = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.h_raw = nn.Parameter(torch.tensor(sp1[1]))
 
-    def forward(self, x):
-        y = linear_attention(self.c_a(x) * (F.softplus(self.h_raw) / visible(x)), x, self.c_v(x))
+    def forward(self, x, cache=None):
+        q = self.c_a(x) * (F.softplus(self.h_raw) / visible(x, cache=cache))
+        y = linear_attention(q, x, self.c_v(x), cache=cache)
         return F.dropout(y, self.dropout, self.training)
 
 
-def visible(x, causal=True):
+def visible(x, causal=True, cache=None):
     """n_i, how many tokens token i of x (B, T, C) sees, itself included: (T, 1)."""
     if not causal:
         return x.size(1)
     dtype = torch.promote_types(x.dtype, torch.float32)         # bfloat16 counts to 256
-    return torch.arange(1, x.size(1) + 1, dtype=dtype, device=x.device).unsqueeze(-1)
+    first = cache.first if cache else 0
+    return torch.arange(first + 1, first + x.size(1) + 1, dtype=dtype, device=x.device).unsqueeze(-1)
 
 
-def linear_attention(q, k, v, causal=True):
+def linear_attention(q, k, v, causal=True, cache=None):
     """sum_{j<=i} (q_i . k_j) v_j for each token i, or the sum over all j; all (B, T, C). Cost linear in T: within a
     chunk the masked scores, between chunks the C x C state sum_j k_j v_j^T."""
     if not causal:
         return q @ (k.mT @ v)
+    if cache:
+        state = cache.state(k, v)
+        if cache.first:                                         # one token after others
+            return q @ state
     B, T, C = q.shape
     n = -(-T // max(C, 64))                                     # chunks of about C: scores and states then cost alike
     K = -(-T // n)
@@ -475,10 +515,10 @@ ATTENTION = {"softmax": SoftmaxAttention, "linear": LinearAttention}
 
 @full_precision
 def exp_scores(s, causal):
-    """Scores (B, T, T) -> exp(s) where token i sees token j, else 0; clamped, so that z^2 can neither over- nor
-    underflow."""
+    """Scores (B, T, n) of the last T of n tokens -> exp(s) where token i sees token j, else 0; clamped, so that z^2 can
+    neither over- nor underflow."""
     M = s.clamp(-10, 10).exp()
-    return M.tril() if causal else M
+    return M.tril(s.size(2) - s.size(1)) if causal else M
 
 
 @full_precision
@@ -510,12 +550,16 @@ class SoftmaxParticles(nn.Module):
         self.c_b = nn.Linear(C, C, bias=False) if self.b == "free" else None
         self.c_proj = nn.Linear(C, C, bias=config.bias) if value else None
 
-    def forward(self, x):
+    def forward(self, x, cache=None):
         q, k, *v = self.c_attn(x).split(x.size(-1), dim=-1)
         W_Q, W_K, *W_V = self.c_attn.weight.split(x.size(-1))
-        M, n = exp_scores(self.scale * q @ k.mT, self.causal), visible(x, self.causal)      # (B, T, T), (T, 1)
-        z = M.sum(-1, keepdim=True) / n                         # (B, T, 1)
-        B = self.c_b.weight if self.b == "free" else derived_b(W_V[0], W_Q, W_K, self.scale) if W_V else None
+        keep = cache.extend if cache else lambda u: u
+        M, n = exp_scores(self.scale * q @ keep(k).mT, self.causal), visible(x, self.causal, cache)
+        z = M.sum(-1, keepdim=True) / n                         # (B, T, 1); of M (B, T, T), with a cache also wider
+        B = self.c_b.weight if self.b == "free" else None
+        if self.b == "derived":
+            derive = lambda: derived_b(W_V[0], W_Q, W_K, self.scale)
+            B = cache.once(derive) if cache else derive()
 
         @full_precision
         def velocity(Y):
@@ -525,7 +569,7 @@ class SoftmaxParticles(nn.Module):
         def mean_force(Y, f):
             u = self.scale * k.to(Y.dtype) @ W_Q if self.hamiltonian else v[0]
             r = (Y * f).sum(-1, keepdim=True) / z
-            Mu, Mru = (M @ torch.cat([u, r * u], dim=-1)).chunk(2, dim=-1)
+            Mu, Mru = (M @ keep(torch.cat([u, r * u], dim=-1))).chunk(2, dim=-1)
             return ((r + 2) * Mu + Mru) / (2 * n)
 
         def force(Y, f):
@@ -546,14 +590,14 @@ class LinearParticles(nn.Module):
         self.c_a = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_v = nn.Linear(config.n_embd, config.n_embd, bias=False) if with_force else None
 
-    def forward(self, x):
-        n, a = visible(x, self.causal), self.c_a(x)
+    def forward(self, x, cache=None):
+        n, a = visible(x, self.causal, cache), self.c_a(x)
 
         def velocity(Y):
-            return linear_attention(a / n, x, Y, self.causal)
+            return linear_attention(a / n, x, Y, self.causal, cache)
 
         def force(Y, f):
-            G = self.c_v(x) - linear_attention(Y / n, Y, a, self.causal)
+            G = self.c_v(x) - linear_attention(Y / n, Y, a, self.causal, cache)
             return F.dropout(G, self.dropout, self.training)
 
         return velocity, force
@@ -610,8 +654,8 @@ class Block(nn.Module):
         self.ln_2, self.mlp = LayerNorm(config), MLP(config)
         self.attn_step, self.mlp_step = Substep(config), Substep(config)
 
-    def forward(self, x, s):
-        x, s = self.attn_step(lambda u: self.attn(self.ln_1(u)), x, s)
+    def forward(self, x, s, cache=None):
+        x, s = self.attn_step(lambda u: self.attn(self.ln_1(u), cache), x, s)
         x, s = self.mlp_step(lambda u: self.mlp(self.ln_2(u)), x, s)
         return x, s
 
@@ -636,9 +680,9 @@ class ParticleBlock(nn.Module):
         self.attn_step.ln = None if last else LayerNorm(config)
         self.mlp_step = Scalars(dict(mu=(torch.sigmoid, raw(torch.sigmoid, 0.9)), gamma=sp1))
 
-    def forward(self, x, s):
+    def forward(self, x, s, cache=None):
         (Y, t, past), c, c_mlp = s, self.attn_step.scalars(), self.mlp_step.scalars()
-        velocity, force = self.attn(self.ln_1(x + c.pop("mu") * Y if "mu" in c else x))
+        velocity, force = self.attn(self.ln_1(x + c.pop("mu") * Y if "mu" in c else x), cache)
         v, Y, past = self.step(velocity, force, Y, t, past, **c)
         Y = self.attn_step.ln(Y) if self.attn_step.ln else None
         x = x + c["h_x"] * v
@@ -782,17 +826,23 @@ class GPT(nn.Module):
             return torch.zeros_like(x)
         return {"ones": x.new_ones(1, 1, 1), "t0": x.new_full((), self.config.t0), "none": None}[kind]
 
-    def features(self, idx):
-        """Ids (B, T) -> what the head reads, (B, T, C). Raises ValueError if T is 0 or above block_size."""
+    def features(self, idx, caches=None, first=0):
+        """Ids (B, T) -> what the head reads, (B, T, C). Raises ValueError if T is 0 or above block_size. caches: one
+        Cache a block, to be filled by the first tokens (first = 0), then read and extended by one token (T = 1) at a
+        time, before which there were first others in all; anything else is a ValueError. Without gradients."""
         T = idx.size(1)
-        if not 0 < T <= self.config.block_size:
-            raise ValueError(f"{T} tokens in a sequence: it must be 1 to block_size, {self.config.block_size}")
-        pos = torch.arange(T, device=idx.device)
+        if not 0 < T <= self.config.block_size - first:
+            raise ValueError(f"{first + T} tokens in a sequence: it must be 1 to block_size, {self.config.block_size}")
+        if first and T > 1:
+            raise ValueError(f"{T} tokens after {first} others: it must be one at a time")
+        pos = torch.arange(first, first + T, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)
         s = [self.start(kind, idx, pos, x) for kind in self.starts]
         x = F.dropout(x, self.config.dropout, self.training)
-        for block in self.transformer.h:
-            x, s = block(x, s)
+        for i, block in enumerate(self.transformer.h):
+            if caches:
+                caches[i].next_pass(first)
+            x, s = block(x, s, cache=caches and caches[i])
         return self.transformer.ln_f(x)
 
     def forward(self, idx, targets=None, logits=True):
@@ -809,20 +859,27 @@ class GPT(nn.Module):
     @torch.no_grad()
     def next_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
         """Yields the next tokens (B, 1) of the prompts idx (B, T), one at a time; see generate."""
-        for _ in range(max_new_tokens):
-            context = idx[:, -self.config.block_size:]
-            logits = self.lm_head(self.features(context)[:, -1]).float()
-            token = sample(logits[:, :self.config.tokenizer_size], temperature, top_k, top_p)
-            yield token
-            idx = torch.cat([idx, token], dim=1)
+        size, begin = self.config.block_size, None
+        new = idx[:, -size:]
+        text = [new]
+        for n in range(new.size(1), new.size(1) + max_new_tokens):
+            if begin != window_start(n, size):                  # read the whole window, else the new token alone
+                begin, caches = window_start(n, size), [Cache(size) for _ in self.transformer.h]
+                new = torch.cat(text, dim=1)[:, begin:]
+            x = self.features(new, caches, first=n - begin - new.size(1))
+            logits = self.lm_head(x[:, -1]).float()
+            new = sample(logits[:, :self.config.tokenizer_size], temperature, top_k, top_p)
+            yield new
+            text.append(new)
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None):
         """Prompts (B, T) -> (B, T + max_new_tokens).
 
         temperature 0 takes the likeliest token and draws no random number; top_k keeps the k likeliest tokens, top_p
-        the likeliest ones that together hold that probability. Of a long prompt the last block_size tokens are read.
-        Ids at or above config.tokenizer_size are never sampled. Dropout is off meanwhile. Raises ValueError for
-        temperature < 0, top_k < 1, top_p outside (0, 1] and an empty prompt.
+        the likeliest ones that together hold that probability. Of a long prompt the last block_size tokens are read,
+        and when these and the new ones outgrow block_size, the first quarter is dropped and the rest read again, at
+        positions from 0 on (window_start). Ids at or above config.tokenizer_size are never sampled. Dropout is off
+        meanwhile. Raises ValueError for temperature < 0, top_k < 1, top_p outside (0, 1] and an empty prompt.
         """
         training = self.training
         self.eval()
@@ -830,6 +887,14 @@ class GPT(nn.Module):
             return torch.cat([idx, *self.next_tokens(idx, max_new_tokens, temperature, top_k, top_p)], dim=1)
         finally:
             self.train(training)
+
+
+def window_start(n, block_size):
+    """Where the window begins that predicts what follows n tokens: 0, and once they outgrow block_size, the first
+    multiple of a quarter of block_size from where they fit. A window that moved would have to be read again, for its
+    positions are learned: so it moves by a quarter at a time, and a new token costs at most four on average."""
+    step = -(-block_size // 4)
+    return max(0, -(-(n - block_size) // step) * step)
 
 
 def sample(logits, temperature, top_k, top_p):

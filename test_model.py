@@ -23,8 +23,9 @@ import analyze as A
 import prepare as P
 import sample as S
 import train as T
-from model import ATTENTION, GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, SoftmaxAttention, Substep
-from model import ChunkedLoss, derived_b, exp_weight, linear_attention, newton_schulz, sample, sigma, whiten
+from model import ATTENTION, GPT, INTEGRATORS, PARTICLES, TEMPLATES, Cache, ChunkedLoss, GPTConfig
+from model import SoftmaxAttention, Substep, derived_b, exp_weight, linear_attention, newton_schulz, sample, sigma
+from model import whiten, window_start
 
 ROOT = Path(__file__).parent
 torch.set_num_threads(1)                                        # the shapes here are too small to share
@@ -891,6 +892,95 @@ def test_generation_skips_padding_ids_and_reads_the_last_block():
     assert model.generate(long, 0).shape == (2, 40)
     with pytest.raises(ValueError, match="0 tokens"):
         model.generate(long[:, :0], 1)
+
+
+def uncached(model, idx, new, *settings):
+    """What next_tokens samples, each time from the whole window: (tokens (B, new), their logits (B, new, V))."""
+    idx, size, logits = idx[:, -model.config.block_size:], model.config.block_size, []
+    for n in range(idx.size(1), idx.size(1) + new):
+        logits.append(model(idx[:, window_start(n, size):])[0][:, -1])
+        idx = torch.cat([idx, sample(logits[-1][:, :model.config.tokenizer_size], *settings)], dim=1)
+    return idx[:, -new:], torch.stack(logits, dim=1)
+
+
+def cached(model, idx, new, *settings):
+    seen = []
+    hook = model.lm_head.register_forward_hook(lambda head, args, logits: seen.append(logits))
+    found = torch.cat(list(model.next_tokens(idx, new, *settings)), dim=1)
+    hook.remove()
+    return found, torch.stack(seen, dim=1)
+
+
+GREEDY = 0.0, None, None
+
+
+@pytest.mark.parametrize("template, attention, settings", COMBINATIONS + OPTIONS)
+@torch.no_grad()
+def test_caches_give_the_logits_of_recomputation(template, attention, settings):
+    model = tiny(template, attention, block_size=12, bias=True, **settings).double().eval()
+    model.transformer.wpe.weight.data *= 20                     # positions matter
+    for prompt, new in ((1, 17), (11, 6), (12, 3), (17, 5)):    # 12 tokens, then 10 to 12: read again at 13 and 16
+        idx = tokens(2, prompt)
+        (found, logits), (expected, whole) = cached(model, idx, new, *GREEDY), uncached(model, idx, new, *GREEDY)
+        assert torch.equal(found, expected)
+        assert (logits - whole).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("template, attention", [("tmm", "softmax"), ("vanilla", "linear"), ("presymp_ab2", "softmax"),
+                                                 ("conformal_euler", "linear")])
+@torch.no_grad()
+def test_cached_sampling_is_that_of_recomputation(template, attention):
+    model = tiny(template, attention, block_size=10, tokenizer_size=60).double().eval()
+    model.fused_attention(False)                                # the hand-written path has the same cache
+    for settings in ((1.5, 20, None), (2.0, None, 0.9), (1.0, None, None)):
+        torch.manual_seed(5)
+        found = cached(model, tokens(3, 4), 20, *settings)[0]
+        torch.manual_seed(5)
+        assert torch.equal(found, uncached(model, tokens(3, 4), 20, *settings)[0])
+
+
+@pytest.mark.parametrize("template, attention, settings", COMBINATIONS + OPTIONS[-5:])
+@torch.no_grad()
+def test_caches_under_bf16_autocast(template, attention, settings):
+    model, idx = tiny(template, attention, **settings).eval(), tokens(2, 70)
+    with torch.autocast("cpu", torch.bfloat16):
+        caches = [Cache(80) for _ in model.transformer.h]
+        logits = [model.lm_head(model.features(idx[:, i:j], caches, i)) for i, j in ((0, 40), *zip(range(40, 70),
+                                                                                                   range(41, 71)))]
+        whole = model(idx)[0]
+    exact = model(idx)[0]
+    error = (torch.cat(logits, dim=1).float() - exact).norm() / exact.norm()
+    assert error < 2 * (whole.float() - exact).norm() / exact.norm() + 1e-3
+
+
+@torch.no_grad()
+def test_what_a_new_token_costs(monkeypatch):
+    assert [window_start(n, 12) for n in range(1, 25)] == [0] * 12 + [3] * 3 + [6] * 3 + [9] * 3 + [12] * 3
+    for size in range(1, 40):
+        windows = [n - window_start(n, size) for n in range(1, 200)]
+        assert windows[:size] == [*range(1, size + 1)] and 0.75 * size <= min(windows[size:]) <= max(windows) <= size
+    model, fed = tiny(block_size=16), []
+    monkeypatch.setattr(model, "features", lambda idx, *args, f=model.features, **kwargs: (
+        fed.append(idx.size(1)), f(idx, *args, **kwargs))[1])
+    list(model.next_tokens(tokens(2, 7), 10))                   # 16 tokens are read in all
+    assert fed == [7] + [1] * 9
+    del fed[:]
+    list(model.next_tokens(tokens(1, 30), 1 + 20 * 4))
+    assert fed == [16] + [13, 1, 1, 1] * 20                     # four tokens for a new one
+    caches = [Cache(16) for _ in model.transformer.h]
+    model.features(tokens(1, 3), caches)
+    with pytest.raises(ValueError, match="2 tokens after 3 others"):
+        model.features(tokens(1, 2), caches, first=3)
+    with pytest.raises(ValueError, match="17 tokens"):
+        model.features(tokens(1, 1), caches, first=16)
+
+
+def test_linear_caches_are_states():
+    for template in ("tmm", "conformal_euler"):
+        model, caches = tiny(template, "linear"), [Cache(80) for _ in range(3)]
+        with torch.no_grad():
+            model.features(tokens(2, 50), caches)
+        assert {tuple(u.shape) for cache in caches for u in cache.slots} == {(2, 32, 32)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
