@@ -617,7 +617,7 @@ def harness_model(model, tokenizer, batch_size):
 
         def generate_until(self, requests):
             """(context, settings) of each request -> the text after it, which ends before a string of until, before
-            end-of-text or at max_gen_toks tokens. A text that outgrows the window slides it on."""
+            end-of-text or at max_gen_toks tokens. A text that outgrows the window goes on as in GPT.generate."""
             prompts = [(encode(r.args[0]) or [eot])[-window:] for r in requests]
             texts = [""] * len(requests)
 
