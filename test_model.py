@@ -2235,7 +2235,8 @@ def test_downstream_on_local_tasks(local_tasks, monkeypatch):
     nats = sum(one(model, [256] + ids(text, byte), len(text))[0] for text in texts)
     assert found["roll"]["bits_per_byte"] == pytest.approx(-nats / sum(map(len, texts)) / math.log(2), rel=1e-5)
     for shots, limit in ((3, None), (1, 3), (0, 1)):
-        found = A.downstream(model, dict(tokenizer="byte"), A.DownstreamConfig("mc", shots, limit, "tasks"))["mc"]
+        cfg = A.DownstreamConfig(tasks="mc", num_fewshot=shots, limit=limit, include_path="tasks")
+        found = A.downstream(model, dict(tokenizer="byte"), cfg)["mc"]
         for metric, norm in (("acc", False), ("acc_norm", True)):
             assert found[metric] == np.mean([pick(row, norm, QUESTIONS[:shots]) for row in QUESTIONS[:limit]])
 
@@ -2250,8 +2251,8 @@ def test_the_papers_number_of_examples(monkeypatch):
         seen.append((*tasks, num_fewshot)) or dict(results={})))
     model, state = sharp(), dict(tokenizer="byte")
     A.downstream(model, state, A.DownstreamConfig())
-    A.downstream(model, state, A.DownstreamConfig("piqa"))
-    A.downstream(model, state, A.DownstreamConfig("arc_easy,piqa", num_fewshot=0))
+    A.downstream(model, state, A.DownstreamConfig(tasks="piqa"))
+    A.downstream(model, state, A.DownstreamConfig(tasks="arc_easy,piqa", num_fewshot=0))
     assert seen == [("hellaswag", 10), ("arc_easy", 25), ("piqa", None), ("arc_easy", 0), ("piqa", 0)]
 
 
