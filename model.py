@@ -759,8 +759,10 @@ class ChunkedLoss(torch.autograd.Function):
                 z = z.exp_().scatter_add_(1, t, -torch.ones_like(z[:, :1]))
                 z *= counted.to(z.dtype) / n                    # the gradient in the logits
                 dx_c.copy_(z @ W)
-                if dW is not None:
+                if dW is not None and torch.is_autocast_enabled(x.device.type):
                     dW += z.T @ x_c
+                elif dW is not None:
+                    dW.addmm_(z.T, x_c)                         # without a V x C product beside dW
         ctx.save_for_backward(dx, dW)
         return total / n
 
