@@ -155,15 +155,19 @@ def pyplot():
     return pyplot
 
 
+def label_axes(ax, ylabel, xlabel="layer"):
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.grid(alpha=0.3)
+    if xlabel == "layer":
+        ax.xaxis.get_major_locator().set_params(integer=True)
+
+
 def panels(*ylabels, xlabel="layer"):
     """A figure with an axes for each ylabel, side by side."""
     figure, axes = pyplot().subplots(1, len(ylabels), figsize=(1 + 3.6 * len(ylabels), 3.6), layout="constrained",
                                      squeeze=False)
     for ax, ylabel in zip(axes[0], ylabels):
-        ax.set(xlabel=xlabel, ylabel=ylabel)
-        ax.grid(alpha=0.3)
-        if xlabel == "layer":
-            ax.xaxis.get_major_locator().set_params(integer=True)
+        label_axes(ax, ylabel, xlabel)
     return figure, axes[0]
 
 
@@ -433,9 +437,7 @@ def draw_scalars(results):
         ax.axis("off")
     handles = {}
     for ax, name in zip(axes.flat, names):
-        ax.set(xlabel="layer", ylabel=name)
-        ax.grid(alpha=0.3)
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        label_axes(ax, name)
         for i, (run, r) in enumerate(results.items()):
             for step, style in (("attn", "o-"), ("mlp", "s--")):
                 points = [(row["layer"], row[f"{step}.{name}"]) for row in r["layers"] if f"{step}.{name}" in row]
@@ -841,17 +843,17 @@ def speed(cfg):
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 row["memory_MiB"] = round(pool.submit(peak_memory, row["template"], cfg).result(), 1)
     steppers = [Stepper(name, cfg) for name in names]
-    kinds = {"train": ("train", cfg.batch_size * cfg.block_size)}
+    kinds = {"train": cfg.batch_size * cfg.block_size}          # method of Stepper: its tokens
     if cfg.sample_tokens:
-        kinds["sample"] = ("sample", cfg.sample_batch * cfg.sample_tokens)
-    for kind, (method, tokens) in kinds.items():
+        kinds["sample"] = cfg.sample_batch * cfg.sample_tokens
+    for kind, tokens in kinds.items():
         for stepper in steppers:
-            getattr(stepper, method)()                          # compiles, allocates
+            getattr(stepper, kind)()                            # compiles, allocates
         times, ratios = [[] for _ in names], [[] for _ in names]
         for _ in progress(cfg.repeats, kind):
             for i, stepper in enumerate(steppers):
-                first = steppers[0].timed(getattr(steppers[0], method))
-                times[i].append(stepper.timed(getattr(stepper, method)))
+                first = steppers[0].timed(getattr(steppers[0], kind))
+                times[i].append(stepper.timed(getattr(stepper, kind)))
                 ratios[i].append(times[i][-1] / first)
         for row, t, r in zip(rows, times, ratios):
             row[f"{kind}_ms"] = round(1e3 * statistics.median(t), 3)
