@@ -1433,6 +1433,17 @@ def killed_after(monkeypatch, step, args):
     monkeypatch.setattr(T, "save", whole)
 
 
+def signal_in_step(monkeypatch, step):
+    """A SIGTERM that comes while this step, counted from 0, is taken."""
+    whole = T.micro_batches
+
+    def micro_batches(at, *args):
+        if at == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(at, *args)
+    monkeypatch.setattr(T, "micro_batches", micro_batches)
+
+
 def equal(a, b):
     """Whether two checkpoints hold the same run: weights, optimizer, progress, bit by bit."""
     a, b = (torch.load(f"{out}/last.pt", weights_only=True) for out in (a, b))
@@ -1485,10 +1496,8 @@ def test_a_row_is_not_logged_twice(monkeypatch):
     """Stopped right before an evaluation, resumed, killed between its log line and its checkpoint, resumed."""
     corpus()
     train_here(monkeypatch, SMALL)
-    whole, stop = T.micro_batches, lambda step, *args: (step == 2 and os.kill(os.getpid(), signal.SIGTERM), whole(
-        step, *args))[1]
     with monkeypatch.context() as m:
-        m.setattr(T, "micro_batches", stop)
+        signal_in_step(m, 2)
         train_main(m, SMALL + " --out_dir=again")
     assert torch.load("again/last.pt", weights_only=True)["step"] == 3 and len(metrics("again")[1]) == 1
     with monkeypatch.context() as m, pytest.raises(Killed):
@@ -1919,10 +1928,8 @@ def test_probes_write_json_table_and_figure(capsys, monkeypatch):
     tuned = torch.load("runs/tmm/forgetting-other/last.pt", weights_only=True)["config"]
     assert (tuned["learning_rate"], tuned["weight_decay"], tuned["warmup_steps"]) == (1e-4, 0.01, 50)
     says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
-    whole, stop = T.micro_batches, lambda step, *args: (step == 1 and os.kill(os.getpid(), signal.SIGTERM), whole(
-        step, *args))[1]
     with monkeypatch.context() as m:
-        m.setattr(T, "micro_batches", stop)
+        signal_in_step(m, 1)
         few = "--max_steps=8 --batch_size=2 --gradient_accumulation_steps=1 --batches=2"
         assert "fine-tuning stopped at step 2 of 8: no result" in says(f"forgetting runs/tmm --target=other {few}")
     assert not Path("runs/tmm/forgetting.json").exists()

@@ -790,6 +790,7 @@ def main(argv=None):
     raw_model = model = make_model(cfg, meta, vocab_size)
     if weights is not None:
         load_weights(raw_model, weights, cfg.init_from, cfg.strict or state is not None)
+    del weights
     raw_model.to(device)
     if master:
         check_out(cfg)
@@ -811,6 +812,7 @@ def main(argv=None):
             load_optimizer_state(optimizers, state["optimizer"])
         except Exception as e:
             refuse(f"{cfg.out_dir}/last.pt", e)
+        del state["model"], state["optimizer"]                  # not held for the whole run
         if step > cfg.max_steps:
             die(f"max_steps is {cfg.max_steps}: the run in {cfg.out_dir} is at step {step}")
         if master:
