@@ -835,7 +835,7 @@ def peak_memory(template, cfg):
 
 
 def speed(cfg):
-    """Interleaved: before each run of a template one of the first, and medians of the ratios of their times."""
+    """Interleaved: runs of the first before and after each of another, medians of the ratio to these two's mean."""
     names = cfg.templates.split(",")
     rows = [dict(template=name) for name in names]
     if cfg.memory and (torch.cuda.is_available() or os.path.exists("/proc/self/statm")):
@@ -850,11 +850,13 @@ def speed(cfg):
         for stepper in steppers:
             getattr(stepper, kind)()                            # compiles, allocates
         times, ratios = [[] for _ in names], [[] for _ in names]
+        before = steppers[0].timed(getattr(steppers[0], kind))
         for _ in progress(cfg.repeats, kind):
             for i, stepper in enumerate(steppers):
-                first = steppers[0].timed(getattr(steppers[0], kind))
                 times[i].append(stepper.timed(getattr(stepper, kind)))
-                ratios[i].append(times[i][-1] / first)
+                after = steppers[0].timed(getattr(steppers[0], kind))
+                ratios[i].append(2 * times[i][-1] / (before + after))
+                before = after
         for row, t, r in zip(rows, times, ratios):
             row[f"{kind}_ms"] = round(1e3 * statistics.median(t), 3)
             row[f"{kind}_tokens_per_second"] = round(tokens / statistics.median(t), 1)

@@ -67,6 +67,11 @@ def full_precision(f):
     return wrapped
 
 
+def traced():
+    """Whether torch.compile or torch.func watches the operations."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 class ByHand(torch.autograd.Function):
     """f(*inputs)[0], the rest of f's outputs kept for vjp(G, *kept), f's first derivative written by hand. A derivative
     that is itself differentiated is that of f's operations."""
@@ -81,7 +86,7 @@ class ByHand(torch.autograd.Function):
     @staticmethod
     def backward(ctx, G):
         inputs, kept = ctx.saved_tensors[:ctx.n], ctx.saved_tensors[ctx.n:]
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if torch.is_grad_enabled() or traced():
             return None, None, *torch.func.vjp(lambda *u: ctx.f(*u)[0], *inputs)[1](G)
         with torch.autocast(G.device.type, enabled=False):
             return None, None, *ctx.vjp(G, *kept)
@@ -89,8 +94,7 @@ class ByHand(torch.autograd.Function):
 
 def by_hand(f, vjp, *inputs):
     """f(*inputs)[0], by ByHand unless torch.compile, torch.func or forward mode must see f's operations."""
-    if (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-            or any(unpack_dual(u).tangent is not None for u in inputs)):
+    if traced() or not torch.is_grad_enabled() or any(unpack_dual(u).tangent is not None for u in inputs):
         return f(*inputs)[0]
     return ByHand.apply(f, vjp, *inputs)
 
@@ -104,43 +108,59 @@ def newton_schulz(m, H):
     return (Y.mT if tall else Y).reshape(m.shape)
 
 
+def innermost(A):
+    """A batch of matrices (N, ., .) laid out in memory with N innermost, if product is faster so."""
+    if traced() or A.device.type != "cpu" or A.size(1) > 10:
+        return A
+    return A.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def product(A, B, y=None):
+    """A B for batches of matrices, added to y in place if there is one. Batches that lie innermost in memory meet in
+    multiply-adds of whole batches: torch.bmm costs twice that where its work is the calls, not the arithmetic."""
+    if A.stride(0) != 1:
+        return torch.bmm(A, B) if y is None else y.baddbmm_(A, B)
+    for a, b in zip(A.unsqueeze(3).unbind(2), B.unsqueeze(1).unbind(2)):    # columns (N, ., 1), rows (N, 1, .)
+        y = a * b if y is None else y.addcmul_(a, b)
+    return y
+
+
 def orthogonal(M):
     """Five steps Y <- Q Y with Q = a I + b A + c A^2, A = Y Y^T, from Y = M / f, f the Frobenius norm. Everything but Y
-    is a polynomial in the first A, so the steps run on the small H x H side, and M meets their product P once, at the
-    end. Side by side in W: U = (first A) P, P and U again, which lets vjp take P, U for U, P. Then A = U P."""
-    H, kept = M.size(1), []
-    I = torch.eye(H, dtype=M.dtype, device=M.device)
-    A = torch.bmm(M, M.mT)                                      # bmm: fewer autograd nodes than @
+    is a polynomial in the first A, so the steps run on the small H x H side, A <- Q A Q, and M meets the product P of
+    all Q once, at the end."""
+    A, P, kept = torch.bmm(M, M.mT), None, []                   # bmm: fewer autograd nodes than @
     f = A.diagonal(dim1=1, dim2=2).sum(-1).clamp_min(1e-24).sqrt()[:, None, None]
-    A = A / f ** 2
-    W = torch.cat([A, I.expand_as(A), A], dim=-1)
+    A = innermost(A / f ** 2)
     for k in range(5):
-        Q = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315) + 3.4445 * I
-        kept += A, Q, W
-        W = torch.bmm(Q, W)
-        A = torch.bmm(W[..., :H], W[..., H:2 * H]) if k < 4 else None
-    P = W[..., H:2 * H] / f
+        Q = product(A, A).mul_(2.0315).add_(A, alpha=-4.7750)
+        Q.diagonal(dim1=1, dim2=2).add_(3.4445)
+        V = product(Q, A) if k < 4 else None
+        kept += A, Q, V, P
+        P = product(Q, P) if k else Q
+        A = product(V, Q) if k < 4 else None
+    P = (P / f).contiguous()
     return torch.bmm(P, M), M, f, P, *kept
 
 
-def orthogonal_vjp(G, M, f, P, *kept):
-    """All H x H matrices are symmetric and move only so, so that of a cotangent the symmetric part counts. S and L are
-    symmetric; g, that of U and P, is any matrix with the right part."""
-    H = M.size(1)
+def orthogonal_vjp(G, M, f, P_f, *kept):
+    """All H x H matrices are symmetric and move only so, so that of a cotangent the symmetric part counts. g, that of
+    P, is any matrix with the right part; S, L are twice those of Q, A, made symmetric."""
     g = torch.bmm(G, M.mT)                                      # of P / f
-    t = (g * P).sum((1, 2), keepdim=True)
-    g = F.pad(g / f, (H, 0))
+    t = (g * P_f).sum((1, 2), keepdim=True)
+    g, L = innermost(g / f), None
     for k in reversed(range(5)):
-        A, Q, W = kept[3 * k:3 * k + 3]
-        S = torch.bmm(g, W[..., :2 * H].mT)                     # of Q, by Q U and Q P
+        A, Q, V, P = kept[4 * k:4 * k + 4]
+        S = product(g, P) if k else g                           # by P <- Q P
+        S = S if L is None else product(L, V, S)                # by A <- Q A Q = V Q
         S = S + S.mT
-        L = torch.bmm(A, S)
-        L = torch.add(L, L.mT).mul_(2.0315 / 2).add_(S, alpha=-4.7750 / 2)      # of A, by Q
-        g = torch.bmm(Q, g).baddbmm_(L, W[..., H:])             # of U, P, by Q U and Q P, and by A = U P
-    L = g[..., :H] + g[..., :H].mT
+        J = product(A, S)
+        J = torch.add(J, J.mT).mul_(2.0315).add_(S, alpha=-4.7750)
+        L = J if L is None else product(product(Q, L), Q, J)
+        g = product(Q, g) if k else None
     t = t + (L * A).sum((1, 2), keepdim=True)                   # along M itself: taken away, by f
     L.diagonal(dim1=1, dim2=2).sub_(t[..., 0])
-    return torch.bmm(P, G).baddbmm_(L.div_(f ** 2), M),
+    return torch.bmm(P_f, G).baddbmm_((L / f ** 2).contiguous(), M),
 
 
 @full_precision
