@@ -62,8 +62,11 @@ def full_precision(f):
     """Decorator: f runs outside autocast, its first argument in float32 or wider."""
     @functools.wraps(f)
     def wrapped(u, *args):
-        with torch.autocast(u.device.type, enabled=False):
-            return f(u.to(torch.promote_types(u.dtype, torch.float32)), *args)
+        device, u = u.device.type, u.to(torch.promote_types(u.dtype, torch.float32))
+        if not torch.is_autocast_enabled(device):
+            return f(u, *args)
+        with torch.autocast(device, enabled=False):
+            return f(u, *args)
     return wrapped
 
 
@@ -404,9 +407,9 @@ INTEGRATORS = {
 
 
 class Cache:
-    """What one attention module keeps of the tokens of a window of up to size tokens, so that the next one need not
-    read them again. Its calls are told apart by their order: the i-th call of a pass finds what the i-th call of the
-    passes before has left. first: how many tokens those passes had; GPT.features begins a pass by next_pass."""
+    """What one block keeps of the tokens of a window of up to size tokens, so that the next one need not read them
+    again. Its calls are told apart by their order: the i-th call of a pass finds what the i-th call of the passes
+    before has left. first: how many tokens those passes had; GPT.features begins a pass by next_pass."""
 
     def __init__(self, size):
         self.size, self.first, self.slots, self.call = size, 0, [], 0
@@ -423,9 +426,9 @@ class Cache:
 
     def extend(self, u):
         """u (..., T, C) of this pass's tokens -> (..., first + T, C) of all tokens so far."""
-        kept, end = self.once(lambda: u.new_empty(*u.shape[:-2], self.size, u.size(-1))), self.first + u.size(-2)
-        kept[..., self.first:end, :] = u
-        return kept[..., :end, :]
+        kept, T = self.once(lambda: u.new_empty(*u.shape[:-2], self.size, u.size(-1))), u.size(-2)
+        kept.narrow(-2, self.first, T).copy_(u)
+        return kept.narrow(-2, 0, self.first + T)
 
     def state(self, k, v):
         """sum_j k_j v_j^T over all tokens so far, (B, T, C) twice -> (B, C, C); float32 or wider, as sums must be."""
@@ -462,7 +465,7 @@ class SoftmaxAttention(nn.Module):
 
     def qkv(self, x):
         """Each (B, H, T, D)."""
-        return tuple(u.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for u in self.c_attn(x).chunk(3, dim=-1))
+        return self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4).unbind()
 
     def forward(self, x, cache=None):
         q, k, v = self.qkv(x)
@@ -542,7 +545,7 @@ def exp_scores(s, causal):
 
 
 @full_precision
-def derived_b(W_V, W_Q, W_K, scale):
+def derived_b(W_Q, W_K, W_V, scale):
     """Sym(W_V (A + 1e-6 I)^{-1}) with A = scale W_Q^T W_K, (C, C)."""
     A = scale * W_Q.T @ W_K + 1e-6 * torch.eye(len(W_V), dtype=W_V.dtype, device=W_V.device)
     X, _ = torch.linalg.solve_ex(A, W_V, left=False)            # _ex: without host synchronisation
@@ -572,24 +575,23 @@ class SoftmaxParticles(nn.Module):
 
     def forward(self, x, cache=None):
         q, k, *v = self.c_attn(x).split(x.size(-1), dim=-1)
-        W_Q, W_K, *W_V = self.c_attn.weight.split(x.size(-1))
         keep = cache.extend if cache else lambda u: u
-        M, n = exp_scores(self.scale * q @ keep(k).mT, self.causal), visible(x, self.causal, cache)
+        M, n = exp_scores(torch.bmm(self.scale * q, keep(k).mT), self.causal), visible(x, self.causal, cache)
         z = M.sum(-1, keepdim=True) / n                         # (B, T, 1); of M (B, T, T), with a cache also wider
         B = self.c_b.weight if self.b == "free" else None
         if self.b == "derived":
-            derive = lambda: derived_b(W_V[0], W_Q, W_K, self.scale)
+            derive = lambda: derived_b(*self.c_attn.weight.chunk(3), self.scale)
             B = cache.once(derive) if cache else derive()
 
         @full_precision
         def velocity(Y):
-            return (Y if self.b == "identity" else Y @ B.T) / z
+            return (Y if self.b == "identity" else F.linear(Y, B)) / z
 
         @full_precision
         def mean_force(Y, f):
-            u = self.scale * k.to(Y.dtype) @ W_Q if self.hamiltonian else v[0]
+            u = self.scale * k.to(Y.dtype) @ self.c_attn.weight[:x.size(-1)] if self.hamiltonian else v[0]
             r = (Y * f).sum(-1, keepdim=True) / z
-            Mu, Mru = (M @ keep(torch.cat([u, r * u], dim=-1))).chunk(2, dim=-1)
+            Mu, Mru = torch.bmm(M, keep(torch.cat([u, r * u], dim=-1))).chunk(2, dim=-1)
             return ((r + 2) * Mu + Mru) / (2 * n)
 
         def force(Y, f):
@@ -650,7 +652,10 @@ class Scalars(nn.Module):
         for name, (_, start) in scalars.items():
             self.register_parameter(name + "_raw", nn.Parameter(torch.tensor(start)))
 
-    def scalars(self):
+    def scalars(self, cache=None):
+        """{name: value}; with a cache those of its first pass."""
+        if cache:
+            return cache.once(self.scalars)
         return {name: f(getattr(self, name + "_raw")) for name, f in self.transforms.items()}
 
 
@@ -662,8 +667,8 @@ class Substep(Scalars):
         super().__init__(self.template.scalars)
         self.n_head, self.ln = config.n_head, LayerNorm(config) if self.template.scalars else None
 
-    def forward(self, O, x, s):
-        x, *s = self.template.step(O, self.ln, self.n_head, x, *s, **self.scalars())
+    def forward(self, O, x, s, cache=None):
+        x, *s = self.template.step(O, self.ln, self.n_head, x, *s, **self.scalars(cache))
         return x, s
 
 
@@ -675,8 +680,8 @@ class Block(nn.Module):
         self.attn_step, self.mlp_step = Substep(config), Substep(config)
 
     def forward(self, x, s, cache=None):
-        x, s = self.attn_step(lambda u: self.attn(self.ln_1(u), cache), x, s)
-        x, s = self.mlp_step(lambda u: self.mlp(self.ln_2(u)), x, s)
+        x, s = self.attn_step(lambda u: self.attn(self.ln_1(u), cache), x, s, cache)
+        x, s = self.mlp_step(lambda u: self.mlp(self.ln_2(u)), x, s, cache)
         return x, s
 
 
@@ -701,7 +706,7 @@ class ParticleBlock(nn.Module):
         self.mlp_step = Scalars(dict(mu=(torch.sigmoid, raw(torch.sigmoid, 0.9)), gamma=sp1))
 
     def forward(self, x, s, cache=None):
-        (Y, t, past), c, c_mlp = s, self.attn_step.scalars(), self.mlp_step.scalars()
+        (Y, t, past), c, c_mlp = s, dict(self.attn_step.scalars(cache)), self.mlp_step.scalars(cache)
         velocity, force = self.attn(self.ln_1(x + c.pop("mu") * Y if "mu" in c else x), cache)
         v, Y, past = self.step(velocity, force, Y, t, past, **c)
         Y = self.attn_step.ln(Y) if self.attn_step.ln else None

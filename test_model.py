@@ -765,9 +765,9 @@ def test_float32_parts_under_autocast():
     x = torch.randn(2, 9, 32)
     derived = tiny("presymp_ab2", symp_b="derived").transformer.h[0].attn
     q, k, v = (u.requires_grad_(False) for u in derived.c_attn.weight.detach().chunk(3))
-    plain = derived_b(v, q, k, derived.scale)
+    plain = derived_b(q, k, v, derived.scale)
     with torch.autocast("cpu", torch.bfloat16):                 # an inverse magnifies what bfloat16 rounds
-        assert torch.equal(derived_b(v, q, k, derived.scale), plain)
+        assert torch.equal(derived_b(q, k, v, derived.scale), plain)
 
 
 def test_what_steps_learn_from():
@@ -982,7 +982,8 @@ def test_linear_caches_are_states():
         model, caches = tiny(template, "linear"), [Cache(80) for _ in range(3)]
         with torch.no_grad():
             model.features(tokens(2, 50), caches)
-        assert {tuple(u.shape) for cache in caches for u in cache.slots} == {(2, 32, 32)}
+        kept = [u for cache in caches for u in cache.slots if torch.is_tensor(u)]   # the rest: dicts of scalars
+        assert {tuple(u.shape) for u in kept} == {(2, 32, 32)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1988,8 +1989,11 @@ def test_speed_probe(capsys, monkeypatch):
         assert row["train_tokens_per_second"] == pytest.approx(32 / (row["train_ms"] / 1e3), rel=1e-3)
         assert row["sample_tokens_per_second"] == pytest.approx(4 / (row["sample_ms"] / 1e3), rel=1e-3)
     assert "presymp_ab2" in capsys.readouterr().out
-    big, small = (A.peak_memory("vanilla", A.SpeedConfig(n_layer=2, batch_size=b)) for b in (16, 1))
-    assert big > small + 50                                     # MiB; what 15 sequences more keep
+    memory = []
+    for batch in (16, 1):                                       # each in a process of its own
+        analyze_here(monkeypatch, f"speed --templates=vanilla --n_layer=2 --batch_size={batch} --repeats=1")
+        memory.append(json.loads(Path("speed.json").read_text())["rows"][0]["memory_MiB"])
+    assert memory[0] > memory[1] + 50                           # MiB; what 15 sequences more keep
     assert "template is 'sgd'" in refused(capsys, analyze_here, monkeypatch, "speed --templates=sgd --memory=false")
     assert "speed reads no run" in refused(capsys, analyze_here, monkeypatch, "speed out")
 
