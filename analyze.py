@@ -824,21 +824,23 @@ def peak_memory(template, cfg):
         torch.cuda.reset_peak_memory_stats()
         stepper.train()
         return (torch.cuda.max_memory_allocated() - base) / 2 ** 20
-    import resource
+
+    def resident(key):                                          # VmRSS: now, VmHWM: at most so far
+        with open("/proc/self/status") as f:
+            return next(int(line.split()[1]) / 1024 for line in f if line.startswith(key))
+
     whole, stepper.idx = stepper.idx, stepper.idx[:1, :8]
     stepper.train()                                             # what libraries allocate once
-    with open("/proc/self/statm") as f:
-        base = int(f.read().split()[1]) * resource.getpagesize()
-    stepper.idx = whole
+    base, stepper.idx = resident("VmRSS"), whole
     stepper.train()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base) / 2 ** 20
+    return resident("VmHWM") - base
 
 
 def speed(cfg):
     """Interleaved: runs of the first before and after each of another, medians of the ratio to these two's mean."""
     names = cfg.templates.split(",")
     rows = [dict(template=name) for name in names]
-    if cfg.memory and (torch.cuda.is_available() or os.path.exists("/proc/self/statm")):
+    if cfg.memory and (torch.cuda.is_available() or os.path.exists("/proc/self/status")):
         for row in rows:                                        # in processes of their own
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 row["memory_MiB"] = round(pool.submit(peak_memory, row["template"], cfg).result(), 1)
