@@ -113,7 +113,7 @@ def newton_schulz(m, H):
 
 def innermost(A):
     """A batch of matrices (N, ., .) laid out in memory with N innermost, if product is faster so."""
-    if traced() or A.device.type != "cpu" or A.size(1) > 10:
+    if traced() or A.device.type != "cpu" or len(A) < 256 or A.size(1) > 10:
         return A
     return A.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
@@ -138,10 +138,9 @@ def orthogonal(M):
     for k in range(5):
         Q = product(A, A).mul_(2.0315).add_(A, alpha=-4.7750)
         Q.diagonal(dim1=1, dim2=2).add_(3.4445)
-        V = product(Q, A) if k < 4 else None
-        kept += A, Q, V, P
+        kept += A, Q, P
         P = product(Q, P) if k else Q
-        A = product(V, Q) if k < 4 else None
+        A = product(product(Q, A), Q) if k < 4 else None
     P = (P / f).contiguous()
     return torch.bmm(P, M), M, f, P, *kept
 
@@ -153,13 +152,14 @@ def orthogonal_vjp(G, M, f, P_f, *kept):
     t = (g * P_f).sum((1, 2), keepdim=True)
     g, L = innermost(g / f), None
     for k in reversed(range(5)):
-        A, Q, V, P = kept[4 * k:4 * k + 4]
+        A, Q, P = kept[3 * k:3 * k + 3]
+        R = product(Q, L) if k < 4 else None
         S = product(g, P) if k else g                           # by P <- Q P
-        S = S if L is None else product(L, V, S)                # by A <- Q A Q = V Q
+        S = product(A, R, S) if k < 4 else S                    # by A <- Q A Q
         S = S + S.mT
-        J = product(A, S)
-        J = torch.add(J, J.mT).mul_(2.0315).add_(S, alpha=-4.7750)
-        L = J if L is None else product(product(Q, L), Q, J)
+        L = product(A, S)
+        L = torch.add(L, L.mT).mul_(2.0315).add_(S, alpha=-4.7750)      # by Q
+        L = product(R, Q, L) if k < 4 else L                    # by A <- Q A Q
         g = product(Q, g) if k else None
     t = t + (L * A).sum((1, 2), keepdim=True)                   # along M itself: taken away, by f
     L.diagonal(dim1=1, dim2=2).sub_(t[..., 0])
