@@ -838,6 +838,10 @@ def peak_memory(template, cfg):
 
 def speed(cfg):
     """Interleaved: runs of the first before and after each of another, medians of the ratio to these two's mean."""
+    if os.path.isdir(cfg.out):
+        die(f"out is '{cfg.out}', a folder: name a file")
+    if cfg.prompt > cfg.block_size:
+        die(f"prompt is {cfg.prompt}: it must be at most block_size, {cfg.block_size}")
     names = cfg.templates.split(",")
     rows = [dict(template=name) for name in names]
     if cfg.memory and (torch.cuda.is_available() or os.path.exists("/proc/self/status")):

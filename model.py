@@ -47,6 +47,7 @@ import torch
 import torch.nn as nn
 from numpy.polynomial.legendre import leggauss
 from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,11 +89,11 @@ class ByHand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, G):
-        inputs, kept = ctx.saved_tensors[:ctx.n], ctx.saved_tensors[ctx.n:]
-        if torch.is_grad_enabled() or traced():
-            return None, None, *torch.func.vjp(lambda *u: ctx.f(*u)[0], *inputs)[1](G)
+        saved = ctx.saved_tensors                               # once: checkpointing unpacks it once
         with torch.autocast(G.device.type, enabled=False):
-            return None, None, *ctx.vjp(G, *kept)
+            if torch.is_grad_enabled() or traced():
+                return None, None, *torch.func.vjp(lambda *u: ctx.f(*u)[0], *saved[:ctx.n])[1](G)
+            return None, None, *ctx.vjp(G, *saved[ctx.n:])
 
 
 def by_hand(f, vjp, *inputs):
@@ -412,10 +413,15 @@ class Cache:
     before has left. first: how many tokens those passes had; GPT.features begins a pass by next_pass."""
 
     def __init__(self, size):
-        self.size, self.first, self.slots, self.call = size, 0, [], 0
+        self.size, self.first, self.T, self.slots, self.call = size, 0, 0, [], 0
 
-    def next_pass(self, first):
-        self.first, self.call = first, 0
+    def next_pass(self, first, T):
+        """T tokens after first others. Raises ValueError if the passes before did not have so many."""
+        if first and first != self.first + self.T:
+            raise ValueError(f"{first} tokens before this pass: the cache has read {self.first + self.T}")
+        self.first, self.T, self.call = first, T, 0
+        if first == 0:
+            self.slots = []
 
     def once(self, f):
         """f() of the first pass."""
@@ -782,7 +788,8 @@ class ChunkedLoss(torch.autograd.Function):
             total -= (z.gather(1, t) * counted).sum()
             if any(ctx.needs_input_grad):
                 z = z.exp_().scatter_add_(1, t, -torch.ones_like(z[:, :1]))
-                z *= counted.to(z.dtype) / n                    # the gradient in the logits
+                z *= counted.to(z.dtype) / n.clamp_min(1)       # the gradient in the logits
+                z = z.to(x.dtype)
                 dx_c.copy_(z @ W)
                 if dW is not None and torch.is_autocast_enabled(x.device.type):
                     dW += z.T @ x_c
@@ -792,6 +799,7 @@ class ChunkedLoss(torch.autograd.Function):
         return total / n
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         dx, dW = ctx.saved_tensors                              # in place: here memory is at its peak. A second
         return dx.mul_(g), None if dW is None else dW.mul_(g), None     # backward is refused for it
@@ -856,8 +864,10 @@ class GPT(nn.Module):
     def features(self, idx, caches=None, first=0):
         """Ids (B, T) -> what the head reads, (B, T, C). Raises ValueError if T is 0 or above block_size. caches: one
         Cache a block, to be filled by the first tokens (first = 0), then read and extended by one token (T = 1) at a
-        time, before which there were first others in all; anything else is a ValueError. Without gradients."""
+        time, before which there were first others in all; another first or T is a ValueError. Without gradients."""
         T = idx.size(1)
+        if first < 0 or first and not caches:
+            raise ValueError(f"first is {first}: it must be 0, or with caches how many tokens they have read")
         if not 0 < T <= self.config.block_size - first:
             raise ValueError(f"{first + T} tokens in a sequence: it must be 1 to block_size, {self.config.block_size}")
         if first and T > 1:
@@ -868,7 +878,7 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.transformer.h):
             if caches:
-                caches[i].next_pass(first)
+                caches[i].next_pass(first, T)
             x, s = block(x, s, cache=caches and caches[i])
         return self.transformer.ln_f(x)
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import analyze as A
 import prepare as P
@@ -367,6 +368,10 @@ def test_derivatives_by_hand_are_autograds(f, n):
     fast, = torch.autograd.grad(y, m, G, retain_graph=True)
     plain, = torch.autograd.grad(y, m, G, create_graph=True)
     again, = torch.autograd.grad((plain * d).sum(), m)
+    with torch.autocast("cpu", torch.bfloat16):                 # a backward pass in float32 or wider here too
+        assert torch.equal(torch.autograd.grad(f(m), m, G, create_graph=True)[0], plain)
+    checkpoint(f, m, use_reentrant=False).backward(G)
+    assert torch.equal(m.grad, fast)
     assert "ByHand" in str(graph_names(y)) and torch.allclose(fast, plain, rtol=1e-9, atol=1e-12)
     m = m.detach()
     value, pushed = torch.func.jvp(f, (m,), (d,))
@@ -822,6 +827,11 @@ def test_chunked_loss_is_cross_entropy(V):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-14)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(5 * chunked, (x, W))
+    g, = torch.autograd.grad(ChunkedLoss.apply(x, W, targets) ** 2, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+    none = ChunkedLoss.apply(x, W, torch.full((8,), -1))        # as in F.cross_entropy
+    assert none.isnan() and all(g.abs().max() == 0 for g in torch.autograd.grad(none, (x, W)))
     with torch.no_grad():
         assert torch.allclose(ChunkedLoss.apply(x, W, targets), plain, rtol=1e-12)
     assert torch.equal(torch.autograd.grad(ChunkedLoss.apply(x, W.detach(), targets), x)[0] * 5,
@@ -975,6 +985,13 @@ def test_what_a_new_token_costs(monkeypatch):
         model.features(tokens(1, 2), caches, first=3)
     with pytest.raises(ValueError, match="17 tokens"):
         model.features(tokens(1, 1), caches, first=16)
+    with pytest.raises(ValueError, match="5 tokens before this pass: the cache has read 3"):
+        model.features(tokens(1, 1), caches, first=5)
+    with pytest.raises(ValueError, match="first is 3"):
+        model.features(tokens(1, 1), first=3)
+    with torch.no_grad():                                       # from 0 on a cache begins anew
+        twice = [(model.features(tokens(1, n), caches), model.features(tokens(1, 1), caches, n))[1] for n in (4, 7, 4)]
+    assert torch.equal(twice[0], twice[2])
 
 
 def test_linear_caches_are_states():
@@ -1994,6 +2011,8 @@ def test_speed_probe(capsys, monkeypatch):
         analyze_here(monkeypatch, f"speed --templates=vanilla --n_layer=2 --batch_size={batch} --repeats=1")
         memory.append(json.loads(Path("speed.json").read_text())["rows"][0]["memory_MiB"])
     assert memory[0] > memory[1] + 50                           # MiB; what 15 sequences more keep
+    assert "a folder: name a file" in refused(capsys, analyze_here, monkeypatch, "speed --out=.")
+    assert "at most block_size, 8" in refused(capsys, analyze_here, monkeypatch, "speed --block_size=8 --prompt=9")
     assert "template is 'sgd'" in refused(capsys, analyze_here, monkeypatch, "speed --templates=sgd --memory=false")
     assert "speed reads no run" in refused(capsys, analyze_here, monkeypatch, "speed out")
 
