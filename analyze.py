@@ -95,7 +95,7 @@ def open_val(state, cfg, dataset):
     val, meta = train.open_data(train.TrainConfig(dataset=dataset, data_dir=cfg.data_dir, block_size=T), ["val"])
     if meta["tokenizer"] != state["tokenizer"]:
         die(f"dataset {dataset} was prepared with the tokenizer {meta['tokenizer']}, the checkpoint's is "
-            f"{state['tokenizer']}: prepare it with --tokenizer={state['tokenizer']}")
+            f"{state['tokenizer']}: prepare it with --tokenizer={state['tokenizer']} and another --out")
     return val
 
 
@@ -149,7 +149,7 @@ def pyplot():
     try:
         import matplotlib
     except ImportError:
-        die("plots need the package matplotlib: pip install matplotlib, or --plot=false")
+        die("plots need the package matplotlib: pip install matplotlib (or, but for curves, --plot=false)")
     matplotlib.use("Agg")
     from matplotlib import pyplot
     return pyplot
@@ -869,7 +869,8 @@ def speed(cfg):
             row[f"{kind}_ratio"] = round(statistics.median(r), 3)
     print(f"{steppers[0].device}, {torch.get_num_threads()} threads, {cfg.dtype}, "
           f"{'compiled' if cfg.compile else 'eager'}; {cfg.attention} attention, {cfg.n_layer} layers, "
-          f"{cfg.n_head} heads, {cfg.n_embd} channels, {cfg.batch_size} x {cfg.block_size} tokens")
+          f"{cfg.n_head} heads, {cfg.n_embd} channels, {cfg.batch_size} x {cfg.block_size} tokens"
+          + (f"; sampled {cfg.sample_batch} x {cfg.sample_tokens} after {cfg.prompt}" if cfg.sample_tokens else ""))
     print_table(rows)
     write_json(cfg.out, dict(probe="speed", settings=asdict(cfg), torch=torch.__version__,
                              threads=torch.get_num_threads(), rows=rows))

@@ -769,7 +769,7 @@ class GPTConfig:
         for name, owner in idle.items():
             default = getattr(GPTConfig, name)
             if getattr(self, name) != default:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: {owner} has no use for it, leave {default!r}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}: {owner} has no use for it, set {default!r}")
 
 
 class ChunkedLoss(torch.autograd.Function):

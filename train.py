@@ -760,8 +760,8 @@ def main(argv=None):
     if cfg.sam == "decay" and cfg.schedule != "wsd":
         die(f"sam is 'decay': schedule is {cfg.schedule!r}, which has no decay phase; use --schedule=wsd or --sam=on")
     if cfg.schedule == "wsd" and not cfg.warmup_steps <= decay_start(cfg) <= cfg.max_steps:
-        die(f"decay_start is {decay_start(cfg)}: it must be warmup_steps, {cfg.warmup_steps}, to max_steps, "
-            f"{cfg.max_steps}")
+        die(f"decay_start is {decay_start(cfg)}: schedule wsd needs warmup_steps, {cfg.warmup_steps}, <= decay_start "
+            f"<= max_steps, {cfg.max_steps}")
     wandb = import_wandb() if cfg.wandb_log else None
 
     # one process, or one of many under torchrun
@@ -781,7 +781,8 @@ def main(argv=None):
     train, val, meta = open_data(cfg)
     if tokenizer not in (None, meta["tokenizer"]) or (vocab_size or math.inf) < meta["tokenizer_size"]:
         die(f"dataset {cfg.dataset} has the tokenizer {meta['tokenizer']} of {meta['tokenizer_size']} ids, the weights "
-            f"({cfg.init_from}) have {tokenizer or 'one'} of at most {vocab_size}: prepare it with theirs")
+            f"({cfg.init_from}) have {tokenizer or 'one'} of at most {vocab_size}: "
+            "prepare it with theirs and another --out")
     for key in sorted(meta) if state else ():
         if state["data"].get(key) != meta[key]:
             die(f"dataset {cfg.dataset} has {key} {meta[key]!r}: it was {state['data'].get(key)!r} when the run in "
@@ -823,7 +824,8 @@ def main(argv=None):
     if master:
         print(f"{cfg.template}, {cfg.attention} attention: {raw_model.num_params():,} parameters; {cfg.dataset}: "
               f"{meta['train_tokens']:,} tokens, {meta['tokenizer']}; {sequences * cfg.block_size:,} tokens a step")
-        print(f"{world} x {device.type}, {dtype}, {'compiled' if forward is not raw_model else 'not compiled'}"
+        threads = f" of {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+        print(f"{world} x {device.type}{threads}, {dtype}, {'compiled' if forward is not raw_model else 'not compiled'}"
               + (f"; from step {step}" if state else ""))
 
     def record(**row):
