@@ -794,11 +794,12 @@ class Stepper:
         self.run = torch.compile(self.model) if cfg.compile else self.model
         self.idx = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.block_size), device=self.device)
 
-    def timed(self, f):
+    def timed(self, kind):
+        """Seconds of self.train() or self.sample()."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        f()
+        getattr(self, kind)()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began
@@ -854,13 +855,13 @@ def speed(cfg):
         kinds["sample"] = cfg.sample_batch * cfg.sample_tokens
     for kind, tokens in kinds.items():
         for stepper in steppers:
-            getattr(stepper, kind)()                            # compiles, allocates
+            stepper.timed(kind)                                 # compiles, allocates
         times, ratios = [[] for _ in names], [[] for _ in names]
-        before = steppers[0].timed(getattr(steppers[0], kind))
+        before = steppers[0].timed(kind)
         for _ in progress(cfg.repeats, kind):
             for i, stepper in enumerate(steppers):
-                times[i].append(stepper.timed(getattr(stepper, kind)))
-                after = steppers[0].timed(getattr(steppers[0], kind))
+                times[i].append(stepper.timed(kind))
+                after = steppers[0].timed(kind)
                 ratios[i].append(2 * times[i][-1] / (before + after))
                 before = after
         for row, t, r in zip(rows, times, ratios):

@@ -416,7 +416,9 @@ class Cache:
         self.size, self.first, self.T, self.slots, self.call = size, 0, 0, [], 0
 
     def next_pass(self, first, T):
-        """T tokens after first others. Raises ValueError if the passes before did not have so many."""
+        """T tokens after first others. Raises ValueError if T is not 1 then, or those before were not as many."""
+        if first and T > 1:
+            raise ValueError(f"{T} tokens after {first} others: it must be one at a time")
         if first and first != self.first + self.T:
             raise ValueError(f"{first} tokens before this pass: the cache has read {self.first + self.T}")
         self.first, self.T, self.call = first, T, 0
@@ -866,19 +868,17 @@ class GPT(nn.Module):
         Cache a block, to be filled by the first tokens (first = 0), then read and extended by one token (T = 1) at a
         time, before which there were first others in all; another first or T is a ValueError. Without gradients."""
         T = idx.size(1)
-        if first < 0 or first and not caches:
+        if first and not caches:
             raise ValueError(f"first is {first}: it must be 0, or with caches how many tokens they have read")
         if not 0 < T <= self.config.block_size - first:
             raise ValueError(f"{first + T} tokens in a sequence: it must be 1 to block_size, {self.config.block_size}")
-        if first and T > 1:
-            raise ValueError(f"{T} tokens after {first} others: it must be one at a time")
+        for cache in caches or ():
+            cache.next_pass(first, T)
         pos = torch.arange(first, first + T, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)
         s = [self.start(kind, idx, pos, x) for kind in self.starts]
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.transformer.h):
-            if caches:
-                caches[i].next_pass(first, T)
             x, s = block(x, s, cache=caches and caches[i])
         return self.transformer.ln_f(x)
 

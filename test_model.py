@@ -796,12 +796,12 @@ def kept_bytes(model, T):
     storages, parameters = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(u):
-        storages[u.untyped_storage().data_ptr()] = u.untyped_storage().nbytes()
+        storages[u.untyped_storage().data_ptr()] = u.untyped_storage()     # held: a freed one's address is used again
         return u
     idx = tokens(1, T)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda u: u):
-        logits, loss = model(idx, idx)                          # held: freed storages would be used again
-    return sum(size for key, size in storages.items() if key not in parameters)
+        model(idx, idx)
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in parameters)
 
 
 @pytest.mark.parametrize("template", ["vanilla", "tmm", *INTEGRATORS])
