@@ -29,6 +29,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Optional
@@ -132,6 +133,16 @@ def print_table(rows):
                         for i, (text, width) in enumerate(zip(line, widths))).rstrip())
 
 
+@contextmanager
+def output(path):
+    """write_atomic. Exits (2) if the file cannot be written."""
+    try:
+        with write_atomic(path) as f:
+            yield f
+    except OSError as e:
+        die(f"cannot write {path} ({reason(e)}): name a place where it can be")
+
+
 def write_json(path, content):
     """content as strict JSON, numbers that are not finite as null."""
     def clean(v):
@@ -140,7 +151,7 @@ def write_json(path, content):
         if isinstance(v, (list, tuple)):
             return [clean(u) for u in v]
         return None if isinstance(v, float) and not math.isfinite(v) else v
-    with write_atomic(path) as f:
+    with output(path) as f:
         f.write(json.dumps(clean(content), indent=1).encode())
 
 
@@ -172,11 +183,8 @@ def panels(*ylabels, xlabel="layer"):
 
 
 def save_figure(figure, path):
-    try:
-        with write_atomic(path) as f:
-            figure.savefig(f, format="png", dpi=100, bbox_inches="tight")
-    except OSError as e:
-        die(f"cannot write {path} ({e}): name another file")
+    with output(path) as f:
+        figure.savefig(f, format="png", dpi=100, bbox_inches="tight")
     print(f"wrote {path}")
 
 

@@ -1977,7 +1977,7 @@ def test_templates_contract_at_the_known_rates(kappa):
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "linear"])
-def test_particles_descend(kernel, monkeypatch):
+def test_particles_descend(kernel, capsys, monkeypatch):
     cfg = A.DynamicsConfig(kernel=kernel, particles=12, dim=4, steps=200)
     energies = A.particle_energies(cfg)
     X = A.sphere(torch.randn(1, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
@@ -1996,6 +1996,8 @@ def test_particles_descend(kernel, monkeypatch):
     monkeypatch.setattr(A, "pyplot", None)
     analyze_here(monkeypatch, f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d")
     assert len(json.loads(Path("d.json").read_text())["energies"]["presymp_ab2"]) == 4
+    below_a_file = f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d.json/d"
+    assert "cannot write d.json/d.json (" in refused(capsys, analyze_here, monkeypatch, below_a_file)
 
 
 def test_speed_probe(capsys, monkeypatch):
