@@ -463,7 +463,7 @@ def draw_scalars(results):
 class CorporaConfig(BatchConfig):
     datasets: str = opt("wikitext103,lambada,c4", "folders below data_dir, by commas")
     batch_size: int = opt(8, "sequences in a batch, which bounds the memory", low=1)
-    batches: int = opt(10 ** 9, "at most how many batches of each", low=1)
+    batches: int = opt(10 ** 9, "at most how many batches of each; the default is all", low=1)
 
 
 def loss_on(model, state, cfg, dataset):
@@ -896,7 +896,7 @@ class DynamicsConfig:
     particles: int = opt(64, "how many", low=1)
     dim: int = opt(8, "their dimension", low=2)
     h: float = opt(0.1, "step size", low=1e-6)
-    steps: int = opt(250, "steps, of one oracle call each", low=1)
+    steps: int = opt(250, "steps", low=1)
     r: float = opt(3.0, "damping r/t + m", low=0)
     m: float = opt(0.1, "damping r/t + m", low=0)
     seed: int = opt(0, "of the particles", low=0, high=2 ** 63)
@@ -907,17 +907,17 @@ class DynamicsConfig:
 def contraction_rates(kappa):
     """[row]: for the energy sum_i lambda_i x_i^2 / 2 with lambda from 1 to kappa, the factor by which a layer of a
     template without LayerNorm shrinks the state (the spectral radius of its Jacobian) and the known rate. Scalars are
-    the best ones; yurii's and tmm's best look-ahead on a quadratic is none."""
+    the best ones; yurii's and tmm's best look-ahead mu on a quadratic is none, which makes them heavy ball."""
     k, c = math.sqrt(kappa), math.sqrt(3 * kappa + 1)
     fast = dict(beta=((k - 1) / (k + 1)) ** 2, gamma=4 / (k + 1) ** 2)
     cases = [  # template, scalars, rate; the oracle is -gradient, for vanilla times its best step 2 / (kappa + 1)
         ("vanilla", {}, (kappa - 1) / (kappa + 1), "(kappa - 1) / (kappa + 1)"),
         ("hb", fast, (k - 1) / (k + 1), "(sqrt kappa - 1) / (sqrt kappa + 1)"),
-        ("yurii", dict(fast, mu=0.0), (k - 1) / (k + 1), "(sqrt kappa - 1) / (sqrt kappa + 1)"),
+        ("yurii", dict(fast, mu=0.0), (k - 1) / (k + 1), "(sqrt kappa - 1) / (sqrt kappa + 1), mu = 0"),
         ("yurii", dict(mu=(c - 2) / (c + 2), beta=(c - 2) / (c + 2), gamma=4 / c ** 2), 1 - 2 / c,
          "1 - 2 / sqrt(3 kappa + 1), Nesterov's mu = beta"),
         ("tmm", dict(fast, mu=0.0, nu=2.0, gamma=fast["gamma"] / 2), (k - 1) / (k + 1),
-         "(sqrt kappa - 1) / (sqrt kappa + 1)")]
+         "(sqrt kappa - 1) / (sqrt kappa + 1), mu = 0")]
     values = torch.logspace(0, math.log10(kappa), 9, dtype=torch.float64)
     rows = []
     for template, scalars, rate, formula in cases:
@@ -967,7 +967,7 @@ def particle_energies(cfg):
         for _ in range(cfg.steps):
             velocity, force = attn(X)
             if name == "first order":
-                v = force(Y, velocity(Y))                       # at Y = 0
+                v = force(Y)                                    # at Y = 0
             else:
                 c = dict(a=1 - h * (cfg.r / t + cfg.m)) if name == "plain_euler" else damping
                 v, Y, past = INTEGRATORS[name].step(velocity, force, Y, t, past, h, h, **c)
@@ -990,8 +990,9 @@ def dynamics(cfg):
         figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(15, 4), layout="constrained")
         for row in rates:
             label = f"{row['template']}: {row['measured']:.4f} = {row['formula']}"
-            left.plot([row["measured"] ** k for k in range(100)], label=label)
-        left.set(xlabel="layer", ylabel=f"distance to the minimum, condition number {cfg.kappa:g}", yscale="log")
+            left.plot([row["measured"] ** k for k in range(100)], "--" if row["formula"].endswith("mu = 0") else "-",
+                      label=label)
+        left.set(xlabel="layer", ylabel=f"measured rate ^ layer, condition number {cfg.kappa:g}", yscale="log")
         for name, e in energies.items():
             middle.plot([i * cfg.h for i in range(len(e))], e, label=name)
             right.plot([i * (2 if name == "conformal_euler" else 1) for i in range(len(e))], e, label=name)

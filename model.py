@@ -21,7 +21,7 @@ Letters
     H D      heads, C / H                            g     O(x), the step that the oracle proposes (B, T, C)
     O        oracle: attention or MLP, after its ln  v m   velocity, momentum (B, T, C)
     t h      time of a layer, step size (0-dim)      Y     momenta of an integrator (B, T, C)
-    N        the substep's auxiliary LayerNorm       r     second moment (B, T, C)
+    N        a substep's LayerNorm; N(u, a) = a N(u) r     second moment (B, T, C)
     G M      g, m with each token as an H x D matrix R     each token's D x D second moment (B, T, D, D)
 
 Starts (all initialisation is in GPT._init_weights and in the table TEMPLATES)
@@ -133,7 +133,7 @@ def orthogonal(M):
     """Five steps Y <- Q Y with Q = a I + b A + c A^2, A = Y Y^T, from Y = M / f, f the Frobenius norm. Everything but Y
     is a polynomial in the first A, so the steps run on the small H x H side, A <- Q A Q, and M meets the product P of
     all Q once, at the end."""
-    A, P, kept = torch.bmm(M, M.mT), None, []                   # bmm: fewer autograd nodes than @
+    A, P, kept = torch.bmm(M, M.mT), None, []
     f = A.diagonal(dim1=1, dim2=2).sum(-1).clamp_min(1e-24).sqrt()[:, None, None]
     A = innermost(A / f ** 2)
     for k in range(5):
@@ -193,7 +193,7 @@ def inverse_sqrt(M, R):
     for k in range(10):
         kept += M, Z
         W = Z + 1.5 * I
-        M = torch.bmm(M, W)                                     # bmm: fewer autograd nodes than @
+        M = torch.bmm(M, W)
         Z = torch.bmm(Z, torch.bmm(W, W)) if k < 9 else None
     return M * f.rsqrt(), M, f, *kept
 
@@ -311,8 +311,9 @@ TEMPLATES = {
 # ---------------------------------------------------------------------------------------------------------------------
 # Integrators [SYMP, 4.3 and 5.2]: tokens as particles, positions X and momenta Y, under the damping alpha(t). To add
 # one, write its function and its row in INTEGRATORS. Called as f(velocity, force, Y, t, past, **scalars), where
-# velocity(Y) is F(Y), force(Y, F(Y)) is G(Y), both at X, and past is what the layer before left. Returns v, by which
-# positions move, X' = X + h_x v; the new momenta, before their LayerNorm; and what the next layer will need.
+# velocity(Y) is F(Y), force(Y) or, sparing work, force(Y, F(Y)) is G(Y), both at X, and past is what the layer before
+# left. Returns v, by which positions move, X' = X + h_x v; the new momenta, before their LayerNorm; and what the next
+# layer will need.
 
 
 def alpha(t, damping_r, damping_m):
@@ -355,7 +356,7 @@ def presymp_euler(velocity, force, Y, t, past, h_x, h_y, **damping):
 
 
 def conformal_euler(velocity, force, Y, t, past, h_x, h_y, **damping):
-    Y = sigma(t, h_y, **damping) * (Y + h_y * force(Y, velocity(Y)))
+    Y = sigma(t, h_y, **damping) * (Y + h_y * force(Y))
     return velocity(Y), Y, None
 
 
@@ -565,7 +566,7 @@ class SoftmaxParticles(nn.Module):
     s_ij = q_i . k_j / (H sqrt(D)) = x_i^T A x_j, the mean of the heads' scores, is one head of width C. With n_i = i,
     z_i = (1/n_i) sum_j M_ij and r_i = Y_i^T B Y_i / z_i^2 ([SYMP, 4.3 and 6.1])
 
-        velocity(Y)_i = B Y_i / z_i         force(Y, velocity(Y))_i = c_proj((1 / 2 n_i) sum_j M_ij (r_i + r_j + 2) v_j)
+        velocity(Y)_i = B Y_i / z_i         force(Y)_i = c_proj((1 / 2 n_i) sum_j M_ij (r_i + r_j + 2) v_j)
 
     symp_b: B = c_b, I or Sym(W_V A^{-1}). symp_force 'hamiltonian': A x_j for v_j, and no c_proj. M, z, r and what they
     multiply are float32 or wider under autocast. Dropout acts on what c_proj gives. causal = False on an existing model
@@ -602,8 +603,8 @@ class SoftmaxParticles(nn.Module):
             Mu, Mru = torch.bmm(M, keep(torch.cat([u, r * u], dim=-1))).chunk(2, dim=-1)
             return ((r + 2) * Mu + Mru) / (2 * n)
 
-        def force(Y, f):
-            G = mean_force(Y, f)
+        def force(Y, f=None):                                   # f: velocity(Y), if it is known
+            G = mean_force(Y, velocity(Y) if f is None else f)
             return G if self.hamiltonian else F.dropout(self.c_proj(G), self.dropout, self.training)
 
         return velocity, force
@@ -626,7 +627,7 @@ class LinearParticles(nn.Module):
         def velocity(Y):
             return linear_attention(a / n, x, Y, self.causal, cache)
 
-        def force(Y, f):
+        def force(Y, f=None):
             G = self.c_v(x) - linear_attention(Y / n, Y, a, self.causal, cache)
             return F.dropout(G, self.dropout, self.training)
 

@@ -143,6 +143,8 @@ def convert(value, kind, where):
 def read_config(path):
     """The assignments of a config file, {key: value}. It is run without builtins: it can compute, not import."""
     values = {}
+    if os.path.isdir(path):
+        die(f"config {path} is a folder: a run is named by --out_dir={path}")
     try:
         with open(path, encoding="utf-8-sig") as f:
             exec(compile(f.read(), path, "exec"), {"__builtins__": {}}, values)
@@ -823,7 +825,9 @@ def main(argv=None):
     wandb_run = start_wandb(wandb, cfg) if wandb and master else None
     if master:
         print(f"{cfg.template}, {cfg.attention} attention: {raw_model.num_params():,} parameters; {cfg.dataset}: "
-              f"{meta['train_tokens']:,} tokens, {meta['tokenizer']}; {sequences * cfg.block_size:,} tokens a step")
+              f"{meta['train_tokens']:,} tokens, {meta['tokenizer']}")
+        print(f"{cfg.max_steps:,} steps of {sequences * cfg.block_size:,} tokens; learning_rate {cfg.learning_rate:g}"
+              + (f", muon_lr {cfg.muon_lr:g}" if cfg.optimizer == "muon" else ""))
         threads = f" of {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         print(f"{world} x {device.type}{threads}, {dtype}, {'compiled' if forward is not raw_model else 'not compiled'}"
               + (f"; from step {step}" if state else ""))
