@@ -995,7 +995,8 @@ def dynamics(cfg):
         left.set(xlabel="layer", ylabel=f"measured rate ^ layer, condition number {cfg.kappa:g}", yscale="log")
         for name, e in energies.items():
             middle.plot([i * cfg.h for i in range(len(e))], e, label=name)
-            right.plot([i * (2 if name == "conformal_euler" else 1) for i in range(len(e))], e, label=name)
+            calls = 2 if name == "conformal_euler" and cfg.kernel == "softmax" else 1
+            right.plot([i * calls for i in range(len(e))], e, label=name)
         middle.set(xlabel="time", ylabel=f"energy of {cfg.particles} particles, {cfg.kernel} kernel")
         right.set(xlabel="evaluations of the velocity (first order: of the force)", ylabel="energy")
         for ax in (left, middle, right):
