@@ -139,8 +139,8 @@ def output(path):
     try:
         with write_atomic(path) as f:
             yield f
-    except OSError as e:
-        die(f"cannot write {path} ({reason(e)}): name a place where it can be")
+    except (OSError, ValueError) as e:                          # ValueError: a path without a name
+        die(f"cannot write '{path}' ({reason(e)}): name a place where it can be")
 
 
 def write_json(path, content):
@@ -484,7 +484,7 @@ def corpora(model, state, cfg):
         die(f"datasets is '{cfg.datasets}': name at least one")
     losses = {name: loss_on(model, state, cfg, name) for name in names}
     losses["mean"] = sum(losses.values()) / len(losses)
-    return {**losses, **{f"{name} ppl": math.exp(loss) for name, loss in losses.items()}}
+    return {**losses, **{f"{name} ppl": math.exp(loss) if loss < 709 else math.inf for name, loss in losses.items()}}
 
 
 def draw_corpora(results):
@@ -725,10 +725,14 @@ def read_metrics(folder):
             rows = [json.loads(line) for line in f if line.endswith("\n")]
         if not all(isinstance(row["step"], int) for row in rows) or not rows:
             raise ValueError("it holds no steps")
+        for row in rows:
+            if not all(v is None or isinstance(v, Real) for v in
+                       (row.get("train_loss"), row.get("val_loss"), *row.get("lr", {}).values())):
+                raise ValueError(f"at step {row['step']} a loss or rate is no number")
         return rows
     except FileNotFoundError:
         die(f"no {path}: name the out_dir of a run of train.py")
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         die(f"{path} is not a log of train.py ({e}): name the out_dir of a run")
 
 
@@ -847,11 +851,11 @@ def peak_memory(template, cfg):
 
 def speed(cfg):
     """Interleaved: runs of the first before and after each of another, medians of the ratio to these two's mean."""
-    if os.path.isdir(cfg.out):
+    if os.path.isdir(cfg.out or "."):
         die(f"out is '{cfg.out}', a folder: name a file")
     if cfg.prompt > cfg.block_size:
         die(f"prompt is {cfg.prompt}: it must be at most block_size, {cfg.block_size}")
-    names = cfg.templates.split(",")
+    names = [name.strip() for name in cfg.templates.split(",")]
     rows = [dict(template=name) for name in names]
     if cfg.memory and (torch.cuda.is_available() or os.path.exists("/proc/self/status")):
         for row in rows:                                        # in processes of their own

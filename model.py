@@ -47,7 +47,6 @@ import torch
 import torch.nn as nn
 from numpy.polynomial.legendre import leggauss
 from torch.autograd.forward_ad import unpack_dual
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -162,7 +161,7 @@ def orthogonal_vjp(G, M, f, P_f, *kept):
         L = torch.add(L, L.mT).mul_(2.0315).add_(S, alpha=-4.7750)      # by Q
         L = product(R, Q, L) if k < 4 else L                    # by A <- Q A Q
         g = product(Q, g) if k else None
-    t = t + (L * A).sum((1, 2), keepdim=True)                   # along M itself: taken away, by f
+    t = (t + (L * A).sum((1, 2), keepdim=True)) * (f > 1.000001e-12)        # along M: taken away, by f if not clamped
     L.diagonal(dim1=1, dim2=2).sub_(t[..., 0])
     return torch.bmm(P_f, G).baddbmm_((L / f ** 2).contiguous(), M),
 
@@ -802,8 +801,9 @@ class ChunkedLoss(torch.autograd.Function):
         return total / n
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g):
+        if torch.is_grad_enabled() and not traced():            # not once_differentiable: it lets a constant g through
+            raise RuntimeError("ChunkedLoss is differentiable once: take model(idx, targets), whose logits are whole")
         dx, dW = ctx.saved_tensors                              # in place: here memory is at its peak. A second
         return dx.mul_(g), None if dW is None else dW.mul_(g), None     # backward is refused for it
 
@@ -873,10 +873,10 @@ class GPT(nn.Module):
             raise ValueError(f"first is {first}: it must be 0, or with caches how many tokens they have read")
         if not 0 < T <= self.config.block_size - first:
             raise ValueError(f"{first + T} tokens in a sequence: it must be 1 to block_size, {self.config.block_size}")
-        for cache in caches or ():
-            cache.next_pass(first, T)
         pos = torch.arange(first, first + T, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)
+        for cache in caches or ():                              # after wte, which may refuse an id
+            cache.next_pass(first, T)
         s = [self.start(kind, idx, pos, x) for kind in self.starts]
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.transformer.h):

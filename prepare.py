@@ -460,7 +460,7 @@ def prepare(dataset, tokenizer=None, out=None, num_proc=os.cpu_count(), files=()
     try:
         meta = write_dataset(out, encode_documents(documents, tok, num_proc), needed, meta)
     except OSError as error:
-        die(f"cannot write to {out} ({error}): free the disk, or pass another --out")
+        die(f"cannot write to {out} ({error}): free the disk, or pass another --out (train.py: --data_dir)")
     print(f"{out}: {meta['train_tokens']:,} + {meta['val_tokens']:,} tokens (train + val, {tok.name}), "
           f"{meta['train_documents']:,} + {meta['val_documents']:,} documents")
     return meta

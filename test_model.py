@@ -398,6 +398,16 @@ def graph_names(y):
     return names
 
 
+@pytest.mark.parametrize("size", [5e-13, 2e-12])               # f is clamped at 1e-12
+def test_orthogonal_derivative_of_tiny_tokens(size):
+    for H in (1, 3):
+        m, G = torch.randn(2, 1, 300, 12).double()
+        m = (size * m / m.norm(dim=-1, keepdim=True)).requires_grad_()
+        y = newton_schulz(m, H)
+        fast, = torch.autograd.grad(y, m, G, retain_graph=True)
+        assert torch.allclose(fast, torch.autograd.grad(y, m, G, create_graph=True)[0], rtol=1e-9, atol=1e-9 / size)
+
+
 def test_derivatives_by_hand_at_zero():
     for f in (lambda m: newton_schulz(m, 3), lambda m: whiten(m, 0 * m[..., :4, None] * m[..., None, :4], 3)):
         m, G = torch.zeros(1, 2, 12).double().requires_grad_(), torch.randn(1, 2, 12).double()
@@ -830,9 +840,9 @@ def test_chunked_loss_is_cross_entropy(V):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-14)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(5 * chunked, (x, W))
-    g, = torch.autograd.grad(ChunkedLoss.apply(x, W, targets) ** 2, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        g.sum().backward()
+    for power in (1, 2):
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(ChunkedLoss.apply(x, W, targets) ** power + x.sum(), x, create_graph=True)
     none = ChunkedLoss.apply(x, W, torch.full((8,), -1))        # as in F.cross_entropy
     assert none.isnan() and all(g.abs().max() == 0 for g in torch.autograd.grad(none, (x, W)))
     with torch.no_grad():
@@ -992,6 +1002,9 @@ def test_what_a_new_token_costs(monkeypatch):
         model.features(tokens(1, 1), caches, first=5)
     with pytest.raises(ValueError, match="first is 3"):
         model.features(tokens(1, 1), first=3)
+    with pytest.raises(IndexError):
+        model.features(torch.tensor([[10 ** 6]]), caches, first=3)
+    model.features(tokens(1, 1), caches, first=3)               # what has been refused is not counted
     with torch.no_grad():                                       # from 0 on a cache begins anew
         idx = tokens(1, 8)
         again = [(model.features(idx[:, :n], caches), model.features(idx[:, n:n + 1], caches, n))[1] for n in (4, 7, 4)]
@@ -1220,6 +1233,12 @@ def test_train_save_load_sample(capfd, monkeypatch):
     for args, says in (("--out_dir=nowhere", "no checkpoint nowhere/best.pt"), ("--start=FILE:none.txt", "none.txt"),
                        ("--top_p=0", "top_p is 0"), ("--topk=5", "did you mean top_k?")):
         assert says in refused(capfd, sample_here, capfd, monkeypatch, args)
+    state = torch.load("out/last.pt", weights_only=True)
+    diverged = {name: p * math.nan for name, p in state["model"].items()}
+    for change, says in ((dict(step=None), "is not a checkpoint"), (dict(config={}), "is not a checkpoint"),
+                         (dict(model=diverged), "out/best.pt: its logits are not finite")):
+        torch.save(state | change, "out/best.pt")
+        assert says in refused(capfd, sample_here, capfd, monkeypatch, "--out_dir=out --device=cpu:3")
 
 
 def two_processes(*argvs):
@@ -1320,6 +1339,9 @@ def test_other_errors_are_one_line(capsys, monkeypatch):
     assert not Path("out").exists()                             # nothing was begun
     Path("file").write_text("x")
     assert "out_dir file/x" in start("--out_dir=file/x")
+    os.makedirs("odd/metrics.jsonl")
+    assert "odd/metrics.jsonl is a folder" in start("--out_dir=odd")
+    assert "config odd is a folder" in start("odd")
     for content in (b"", b"PK\x03\x04 not a checkpoint", b"text"):
         Path("broken.pt").write_bytes(content)
         assert "broken.pt is not a checkpoint" in refused(capsys, T.load_checkpoint, "broken.pt", "cpu")
@@ -2000,7 +2022,7 @@ def test_particles_descend(kernel, capsys, monkeypatch):
     analyze_here(monkeypatch, f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d")
     assert len(json.loads(Path("d.json").read_text())["energies"]["presymp_ab2"]) == 4
     below_a_file = f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d.json/d"
-    assert "cannot write d.json/d.json (" in refused(capsys, analyze_here, monkeypatch, below_a_file)
+    assert "cannot write 'd.json/d.json' (" in refused(capsys, analyze_here, monkeypatch, below_a_file)
 
 
 def test_speed_probe(capsys, monkeypatch):
@@ -2018,6 +2040,7 @@ def test_speed_probe(capsys, monkeypatch):
         memory.append(json.loads(Path("speed.json").read_text())["rows"][0]["memory_MiB"])
     assert memory[0] > memory[1] + 50                           # MiB; what 15 sequences more keep
     assert "a folder: name a file" in refused(capsys, analyze_here, monkeypatch, "speed --out=.")
+    assert "out is '', a folder" in refused(capsys, analyze_here, monkeypatch, "speed --out=")
     assert "at most block_size, 8" in refused(capsys, analyze_here, monkeypatch, "speed --block_size=8 --prompt=9")
     assert "template is 'sgd'" in refused(capsys, analyze_here, monkeypatch, "speed --templates=sgd --memory=false")
     assert "speed reads no run" in refused(capsys, analyze_here, monkeypatch, "speed out")
@@ -2347,6 +2370,10 @@ def test_analyze_errors_are_one_line(capsys, monkeypatch):
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
     assert "no nowhere/metrics.jsonl" in says("curves nowhere")
+    os.mkdir("odd")
+    for row in (dict(step=1, lr=5), dict(step=1, lr=dict(norms="x")), dict(step=1, val_loss=[1]), dict(lr={}), [1]):
+        Path("odd/metrics.jsonl").write_text(json.dumps(row) + "\n")
+        assert "odd/metrics.jsonl is not a log of train.py (" in says("curves odd")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

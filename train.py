@@ -315,9 +315,9 @@ def pick_device(name):
     try:
         device = torch.device(f"cuda:{local_rank()}" if name == "cuda" else name)
         torch.zeros(1, device=device)
+        return torch.device("cpu") if device.type == "cpu" else device      # 'cpu:3' is the same
     except (RuntimeError, AssertionError) as e:
         die(f"device is '{name}': it cannot be used here ({reason(e)}), try --device=auto")
-    return device
 
 
 def pick_dtype(name, device):
@@ -526,9 +526,16 @@ def load_checkpoint(path, device):
         model.load_state_dict(state["model"])
         if load_tokenizer(state["tokenizer"]).size != model.config.tokenizer_size:
             raise ValueError(f"tokenizer_size {model.config.tokenizer_size} is not that of {state['tokenizer']}")
-        return model.to(device).eval(), state
+        if not isinstance(state["step"], int) or not isinstance(state["config"]["dataset"], str):
+            raise ValueError("step or dataset is wrong")
     except Exception as e:                                      # torch.load raises whatever a bad file provokes
         refuse(path, e)
+    model = model.to(device).eval()
+    with torch.no_grad():
+        logits, _ = model(torch.zeros(1, 1, dtype=torch.long, device=device))
+    if not logits.isfinite().all():
+        die(f"{path}: its logits are not finite, the run has diverged: name an earlier checkpoint")
+    return model, state
 
 
 def brief(names):
@@ -663,6 +670,9 @@ def check_out(cfg):
     if old and not cfg.overwrite and cfg.init_from != "resume":
         die(f"out_dir {cfg.out_dir} already holds a run ({', '.join(old)}): go on with it by --init_from=resume, name "
             "another --out_dir, or lose it with --overwrite=true")
+    for name in ("last.pt", "best.pt", "metrics.jsonl"):
+        if os.path.isdir(os.path.join(cfg.out_dir, name)):
+            die(f"{cfg.out_dir}/{name} is a folder: name another --out_dir")
     try:
         os.makedirs(cfg.out_dir, exist_ok=True)
         for name in os.listdir(cfg.out_dir):
