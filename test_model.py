@@ -2361,7 +2361,7 @@ def test_curves(monkeypatch):
     monkeypatch.undo()
 
 
-def test_analyze_errors_are_one_line(capsys, monkeypatch):
+def test_analyze_errors_are_one_line(capsys, monkeypatch, tmp_path):
     says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
     assert "no probe: name one of jacobian, sharpness" in says("") and "unknown probe curve:" in says("curve out")
     assert "no run: python analyze.py curves OUT_DIR" in says("curves")
@@ -2370,10 +2370,9 @@ def test_analyze_errors_are_one_line(capsys, monkeypatch):
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
     assert "no nowhere/metrics.jsonl" in says("curves nowhere")
-    os.mkdir("odd")
     for row in (dict(step=1, lr=5), dict(step=1, lr=dict(norms="x")), dict(step=1, val_loss=[1]), dict(lr={}), [1]):
-        Path("odd/metrics.jsonl").write_text(json.dumps(row) + "\n")
-        assert "odd/metrics.jsonl is not a log of train.py (" in says("curves odd")
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        assert "metrics.jsonl is not a log of train.py (" in says(f"curves {tmp_path}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
