@@ -1837,7 +1837,7 @@ def test_jacobian_probe_against_the_full_jacobian(template):
     persistence = 0
     for (x, s), block, layer, spectrum in zip(list(seen), model.transformer.h, found["layers"],
                                               found["singular_values"]):
-        J = torch.autograd.functional.jacobian(lambda u: block(u, s)[0], x).view(96, 96)
+        J = torch.autograd.functional.jacobian(lambda u: block(u, s)[0], x, vectorize=True).view(96, 96)
         S = torch.linalg.svdvals(J)
         assert spectrum == pytest.approx(S[:5].tolist(), rel=1e-3)
         assert layer["sigma_max"] == pytest.approx(S[0].item(), rel=1e-4)
@@ -1867,7 +1867,8 @@ def test_hessian_probes_against_the_full_hessian(template, attention):
     def mean_loss(flat):
         p = {name: part.view_as(params[name]) for name, part in zip(params, flat.split(sizes))}
         return sum(loss(p, *batch) for batch in batches) / 2
-    H = torch.autograd.functional.hessian(mean_loss, torch.cat([t.flatten() for t in params.values()]))
+    everything = torch.cat([t.flatten() for t in params.values()])
+    H = torch.autograd.functional.hessian(mean_loss, everything, vectorize=True)
     values = torch.linalg.eigvalsh(H)
     top = values[values.abs().argmax()].item()
     hvp, generator = A.make_hvp(loss, params, batches), torch.Generator().manual_seed(0)
