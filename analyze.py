@@ -994,8 +994,8 @@ def dynamics(cfg):
         figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(15, 4), layout="constrained")
         for row in rates:
             label = f"{row['template']}: {row['measured']:.4f} = {row['formula']}"
-            left.plot([row["measured"] ** k for k in range(100)], "--" if row["formula"].endswith("mu = 0") else "-",
-                      label=label)
+            dashed = row["template"] in ("yurii", "tmm")        # with mu = 0 they lie on hb's line
+            left.plot([row["measured"] ** k for k in range(100)], "--" if dashed else "-", label=label)
         left.set(xlabel="layer", ylabel=f"measured rate ^ layer, condition number {cfg.kappa:g}", yscale="log")
         for name, e in energies.items():
             middle.plot([i * cfg.h for i in range(len(e))], e, label=name)

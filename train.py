@@ -663,6 +663,9 @@ def make_model(cfg, meta, vocab_size=None):
         die(str(e))
 
 
+RUN_FILES = ("last.pt", "best.pt", "metrics.jsonl")             # last.pt first: without it nothing resumes
+
+
 def check_out(cfg):
     """Exits (2) if out_dir cannot be written, or holds a run that --overwrite=true has not given up. Removes what a
     killed process has half written."""
@@ -670,7 +673,7 @@ def check_out(cfg):
     if old and not cfg.overwrite and cfg.init_from != "resume":
         die(f"out_dir {cfg.out_dir} already holds a run ({', '.join(old)}): go on with it by --init_from=resume, name "
             "another --out_dir, or lose it with --overwrite=true")
-    for name in ("last.pt", "best.pt", "metrics.jsonl"):
+    for name in RUN_FILES:
         if os.path.isdir(os.path.join(cfg.out_dir, name)):
             die(f"{cfg.out_dir}/{name} is a folder: name another --out_dir")
     try:
@@ -709,8 +712,8 @@ def cut_log(cfg, step, evaluated):
 
 
 def begin_log(cfg):
-    """Gives up what a former run has left in out_dir; last.pt first, without which nothing resumes."""
-    for name in ("last.pt", "best.pt", "metrics.jsonl"):
+    """Gives up what a former run has left in out_dir."""
+    for name in RUN_FILES:
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(cfg.out_dir, name))
 
