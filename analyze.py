@@ -40,36 +40,36 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import train
-from model import (GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, SoftmaxAttention, SoftmaxParticles,
-                   attention_weights, exp_scores)
-from prepare import die, load_tokenizer, start, write_atomic
-from train import opt, parse_args, reason
+from model import (GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, Settings, SoftmaxAttention, SoftmaxParticles,
+                   attention_weights, exp_scores, setting)
+from prepare import cli, die, load_tokenizer, parse_args, split_args, write_atomic
+from train import reason
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What probes share
 
 
 @dataclass
-class ProbeConfig:
-    checkpoint: str = opt("best.pt", "which file of a run's folder")
-    device: str = opt("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
-    dtype: str = opt("float32", "'float32' or 'float64'", ("float32", "float64"))
-    seed: int = opt(0, "of the batches and of random vectors, the same for every run", low=0, high=2 ** 63)
-    plot: bool = opt(True, "draw a PNG")
-    figure: Optional[str] = opt(None, "its path; None: PROBE.png beside the first run's checkpoint")
+class ProbeConfig(Settings):
+    checkpoint: str = setting("best.pt", "which file of a run's folder")
+    device: str = setting("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
+    dtype: str = setting("float32", "'float32' or 'float64'", ("float32", "float64"))
+    seed: int = setting(0, "of the batches and of random vectors, the same for every run", low=0, high=2 ** 63)
+    plot: bool = setting(True, "draw a PNG")
+    figure: Optional[str] = setting(None, "its path; None: PROBE.png beside the first run's checkpoint")
 
 
 @dataclass
 class DataConfig(ProbeConfig):
-    dataset: Optional[str] = opt(None, "folder below data_dir whose val.bin is read; None: that of the training")
-    data_dir: str = opt("data", "where the datasets are")
-    block_size: Optional[int] = opt(None, "tokens in a sequence; None: the model's block_size", low=1)
-    batch_size: int = opt(4, "sequences in a batch, which bounds the memory", low=1)
+    dataset: Optional[str] = setting(None, "folder below data_dir whose val.bin is read; None: that of the training")
+    data_dir: str = setting("data", "where the datasets are")
+    block_size: Optional[int] = setting(None, "tokens in a sequence; None: the model's block_size", low=1)
+    batch_size: int = setting(4, "sequences in a batch, which bounds the memory", low=1)
 
 
 @dataclass
 class BatchConfig(DataConfig):
-    batches: int = opt(1, "how many batches", low=1)
+    batches: int = setting(1, "how many batches", low=1)
 
 
 def checkpoint_file(path, cfg):
@@ -88,12 +88,12 @@ def load(file, cfg):
     return model, state
 
 
-def open_val(state, cfg, dataset):
+def open_val(state, cfg, dataset, seed=0):
     """The validation Split of a dataset that has the checkpoint's tokenizer, or exit (2)."""
     T = cfg.block_size or state["model_config"]["block_size"]
     if T > state["model_config"]["block_size"]:
         die(f"block_size is {T}: the model's is {state['model_config']['block_size']}")
-    val, meta = train.open_data(train.TrainConfig(dataset=dataset, data_dir=cfg.data_dir, block_size=T), ["val"])
+    val, meta = train.open_data(cfg.data_dir, dataset, T, val=seed)
     if meta["tokenizer"] != state["tokenizer"]:
         die(f"dataset {dataset} was prepared with the tokenizer {meta['tokenizer']}, the checkpoint's is "
             f"{state['tokenizer']}: prepare it with --tokenizer={state['tokenizer']} and another --out")
@@ -102,8 +102,7 @@ def open_val(state, cfg, dataset):
 
 def read_batches(model, state, cfg, batches):
     """[(idx, targets)], each (batch_size, T): the same ones for every run with that tokenizer and seed."""
-    val = open_val(state, cfg, cfg.dataset or state["config"]["dataset"])
-    val.seed = cfg.seed
+    val = open_val(state, cfg, cfg.dataset or state["config"]["dataset"], cfg.seed)
     count = cfg.batch_size * batches
     if count > val.blocks:
         die(f"batch_size x batches is {count}: {val.path} has {val.blocks} blocks of {val.T + 1} tokens")
@@ -194,11 +193,11 @@ def save_figure(figure, path):
 
 @dataclass
 class JacobianConfig(DataConfig):
-    batch_size: int = opt(1, "sequences in a batch; the Jacobian has batch_size x T x C rows", low=1)
-    k: int = opt(64, "how many singular values", low=1)
-    iterations: int = opt(4, "of the randomized block Krylov method", low=0)
-    probes: int = opt(16, "random vectors for the Frobenius norm", low=1)
-    exact: bool = opt(False, "form the whole Jacobian (small models)")
+    batch_size: int = setting(1, "sequences in a batch; the Jacobian has batch_size x T x C rows", low=1)
+    k: int = setting(64, "how many singular values", low=1)
+    iterations: int = setting(4, "of the randomized block Krylov method", low=0)
+    probes: int = setting(16, "random vectors for the Frobenius norm", low=1)
+    exact: bool = setting(False, "form the whole Jacobian (small models)")
 
 
 def block_inputs(model, idx):
@@ -281,11 +280,11 @@ def draw_jacobian(results):
 
 @dataclass
 class SharpnessConfig(BatchConfig):
-    iterations: int = opt(15, "of the power iteration at most", low=1)
-    tolerance: float = opt(1e-3, "relative change of the eigenvalue that ends it", low=0)
-    probes: int = opt(10, "random vectors for the trace", low=1)
-    points: int = opt(11, "losses along the slice", low=2)
-    radius: float = opt(0.5, "its ends, in units of each tensor's norm", low=0)
+    iterations: int = setting(15, "of the power iteration at most", low=1)
+    tolerance: float = setting(1e-3, "relative change of the eigenvalue that ends it", low=0)
+    probes: int = setting(10, "random vectors for the trace", low=1)
+    points: int = setting(11, "losses along the slice", low=2)
+    radius: float = setting(0.5, "its ends, in units of each tensor's norm", low=0)
 
 
 def make_hvp(loss, params, batches):
@@ -461,19 +460,16 @@ def draw_scalars(results):
 
 @dataclass
 class CorporaConfig(BatchConfig):
-    datasets: str = opt("wikitext103,lambada,c4", "folders below data_dir, by commas")
-    batch_size: int = opt(8, "sequences in a batch, which bounds the memory", low=1)
-    batches: int = opt(10 ** 9, "at most how many batches of each; the default is all", low=1)
+    datasets: str = setting("wikitext103,lambada,c4", "folders below data_dir, by commas")
+    batch_size: int = setting(8, "sequences in a batch, which bounds the memory", low=1)
+    batches: int = setting(10 ** 9, "at most how many batches of each; the default is all", low=1)
 
 
 def loss_on(model, state, cfg, dataset):
     """Mean loss in nats per token over a dataset's validation file, by train.py's evaluation."""
     val = open_val(state, cfg, dataset)
-    settings = train.TrainConfig(batch_size=cfg.batch_size, eval_iters=cfg.batches)
-    device = next(model.parameters()).device
-    loss = train.evaluate(model, val, settings, device, train.autocast(device, "float32"))
-    model.eval()
-    return loss
+    amp = train.autocast(next(model.parameters()).device, "float32")
+    return train.evaluate(model, val, cfg.batch_size, cfg.batches, amp)
 
 
 def corpora(model, state, cfg):
@@ -502,12 +498,12 @@ def draw_corpora(results):
 
 @dataclass
 class ForgettingConfig(BatchConfig):
-    source: Optional[str] = opt(None, "dataset that may be forgotten; None: that of the training")
-    target: str = opt("wikitext103", "dataset to fine-tune on")
-    max_steps: int = opt(1000, "fine-tuning steps", low=1)
-    gradient_accumulation_steps: int = opt(60, "micro-batches of batch_size in a step", low=1)
-    batch_size: int = opt(8, "sequences in a micro-batch", low=1)
-    batches: int = opt(160, "validation batches", low=1)
+    source: Optional[str] = setting(None, "dataset that may be forgotten; None: that of the training")
+    target: str = setting("wikitext103", "dataset to fine-tune on")
+    max_steps: int = setting(1000, "fine-tuning steps", low=1)
+    gradient_accumulation_steps: int = setting(60, "micro-batches of batch_size in a step", low=1)
+    batch_size: int = setting(8, "sequences in a micro-batch", low=1)
+    batches: int = setting(160, "validation batches", low=1)
 
 
 def forgetting(model, state, cfg):
@@ -549,12 +545,12 @@ FEWSHOT = {"hellaswag": 10, "arc_easy": 25}                     # [TMM]'s number
 
 @dataclass
 class DownstreamConfig(ProbeConfig):
-    tasks: str = opt("hellaswag,arc_easy", "names of tasks or groups of lm_eval, with commas")
-    num_fewshot: Optional[int] = opt(None, "solved examples before each question; None: 10 in hellaswag, 25 in "
+    tasks: str = setting("hellaswag,arc_easy", "names of tasks or groups of lm_eval, with commas")
+    num_fewshot: Optional[int] = setting(None, "solved examples before each question; None: 10 in hellaswag, 25 in "
                                            "arc_easy, elsewhere the task's own number", low=0)
-    limit: Optional[int] = opt(None, "only the first so many questions of a task; None: all", low=1)
-    include_path: Optional[str] = opt(None, "a folder with YAML files of more tasks")
-    batch_size: int = opt(16, "sequences in a batch", low=1)
+    limit: Optional[int] = setting(None, "only the first so many questions of a task; None: all", low=1)
+    include_path: Optional[str] = setting(None, "a folder with YAML files of more tasks")
+    batch_size: int = setting(16, "sequences in a batch", low=1)
 
 
 def import_harness():
@@ -713,8 +709,8 @@ def draw_downstream(results):
 
 
 @dataclass
-class CurvesConfig:
-    out: str = opt("curves.png", "the figure")
+class CurvesConfig(Settings):
+    out: str = setting("curves.png", "the figure")
 
 
 def read_metrics(folder):
@@ -772,24 +768,25 @@ def curves(folders, cfg):
 
 
 @dataclass
-class SpeedConfig:
-    templates: str = opt("vanilla,tmm,adam,muon,soap", "templates or integrators, by commas; ratios are to the first")
-    attention: str = opt("softmax", "'softmax' or 'linear'")
-    n_layer: int = opt(4, "blocks", low=1)
-    n_head: int = opt(8, "heads", low=1)
-    n_embd: int = opt(256, "channels", low=1)
-    block_size: int = opt(256, "tokens in a sequence", low=1)
-    vocab_size: int = opt(512, "vocabulary", low=1)
-    batch_size: int = opt(8, "sequences in a batch", low=1)
-    repeats: int = opt(9, "of each measurement", low=1)
-    prompt: int = opt(1, "sampling: tokens to begin with", low=1)
-    sample_tokens: int = opt(0, "sampling: new tokens; 0: training only", low=0)
-    sample_batch: int = opt(1, "sampling: texts at once", low=1)
-    device: str = opt("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
-    dtype: str = opt("float32", "'float32' or 'bfloat16' (autocast)", ("float32", "bfloat16"))
-    compile: bool = opt(False, "torch.compile")
-    memory: bool = opt(True, "measure the peak memory of a training step too")
-    out: str = opt("speed.json", "where the figures go")
+class SpeedConfig(Settings):
+    templates: str = setting("vanilla,tmm,adam,muon,soap", "templates or integrators, by commas; ratios are to the "
+                                                           "first")
+    attention: str = setting("softmax", "'softmax' or 'linear'")
+    n_layer: int = setting(4, "blocks", low=1)
+    n_head: int = setting(8, "heads", low=1)
+    n_embd: int = setting(256, "channels", low=1)
+    block_size: int = setting(256, "tokens in a sequence", low=1)
+    vocab_size: int = setting(512, "vocabulary", low=1)
+    batch_size: int = setting(8, "sequences in a batch", low=1)
+    repeats: int = setting(9, "of each measurement", low=1)
+    prompt: int = setting(1, "sampling: tokens to begin with", low=1)
+    sample_tokens: int = setting(0, "sampling: new tokens; 0: training only", low=0)
+    sample_batch: int = setting(1, "sampling: texts at once", low=1)
+    device: str = setting("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
+    dtype: str = setting("float32", "'float32' or 'bfloat16' (autocast)", ("float32", "bfloat16"))
+    compile: bool = setting(False, "torch.compile")
+    memory: bool = setting(True, "measure the peak memory of a training step too")
+    out: str = setting("speed.json", "where the figures go")
 
 
 class Stepper:
@@ -819,7 +816,7 @@ class Stepper:
     def train(self):
         """Forward and backward, without the optimizer, which is the same for all."""
         with train.autocast(self.device, self.cfg.dtype):
-            loss = self.run(self.idx, self.idx, logits=False)[1]
+            loss = self.run(self.idx, self.idx, return_logits=False)[1]
         loss.backward()
         self.model.zero_grad(set_to_none=True)
 
@@ -894,18 +891,18 @@ def speed(cfg):
 
 
 @dataclass
-class DynamicsConfig:
-    kappa: float = opt(100.0, "condition number of the quadratic token energy", low=1.0001)
-    kernel: str = opt("softmax", "of the particles: 'softmax' or 'linear'", ("softmax", "linear"))
-    particles: int = opt(64, "how many", low=1)
-    dim: int = opt(8, "their dimension", low=2)
-    h: float = opt(0.1, "step size", low=1e-6)
-    steps: int = opt(250, "steps", low=1)
-    r: float = opt(3.0, "damping r/t + m", low=0)
-    m: float = opt(0.1, "damping r/t + m", low=0)
-    seed: int = opt(0, "of the particles", low=0, high=2 ** 63)
-    plot: bool = opt(True, "draw a PNG")
-    out: str = opt("dynamics", "files: .json and .png")
+class DynamicsConfig(Settings):
+    kappa: float = setting(100.0, "condition number of the quadratic token energy", low=1.0001)
+    kernel: str = setting("softmax", "of the particles: 'softmax' or 'linear'", ("softmax", "linear"))
+    particles: int = setting(64, "how many", low=1)
+    dim: int = setting(8, "their dimension", low=2)
+    h: float = setting(0.1, "step size", low=1e-6)
+    steps: int = setting(250, "steps", low=1)
+    r: float = setting(3.0, "damping r/t + m", low=0)
+    m: float = setting(0.1, "damping r/t + m", low=0)
+    seed: int = setting(0, "of the particles", low=0, high=2 ** 63)
+    plot: bool = setting(True, "draw a PNG")
+    out: str = setting("dynamics", "files: .json and .png")
 
 
 def contraction_rates(kappa):
@@ -1067,8 +1064,8 @@ def main():
             raise SystemExit(0)
         die(f"{f'unknown probe {argv[0]}' if argv else 'no probe'}: name one of {', '.join(known)}")
     name, *argv = argv
-    paths = [arg for arg in argv if not arg.startswith("-")]
-    cfg = parse_args((PROBES | OTHERS | ALONE)[name][1], [arg for arg in argv if arg.startswith("-")])
+    cfg = parse_args((PROBES | OTHERS | ALONE)[name][1], argv, configs=False)
+    paths = [word for key, word in split_args(argv) if key is None]
     if name in ALONE:
         if paths:
             die(f"{name} reads no run: leave out {paths[0]}")
@@ -1083,4 +1080,4 @@ def main():
 
 
 if __name__ == "__main__":
-    start(main)
+    cli(main)

@@ -40,7 +40,8 @@ The backbone is GPT-2 with nanoGPT's names.
 """
 import functools
 import math
-from dataclasses import dataclass
+from collections import ChainMap
+from dataclasses import dataclass, field, fields
 from typing import Callable, NamedTuple, Optional
 
 import torch
@@ -723,44 +724,59 @@ class ParticleBlock(nn.Module):
         return x, (Y, t + c["h_x"].detach(), past)
 
 
-@dataclass
-class GPTConfig:
-    """The shape of a model. Raises ValueError for a value that no model can have."""
-    block_size: int = 1024
-    vocab_size: int = 50304                                     # the tokenizer's size padded to a multiple of 64
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    dropout: float = 0.0
-    bias: bool = False
-    template: str = "tmm"
-    attention: str = "softmax"
-    aux_init: str = "auto"                                      # auto: the template's own start; embed; zero
-    h0: float = 0.1                                             # integrators: the step sizes' start
-    t0: float = 1.0                                             # and the time of the first layer
-    lookahead: bool = False                                     # attention at X + mu Y
-    symp_force: str = "value"                                   # value; hamiltonian (softmax only)
-    symp_b: str = "free"                                        # free; identity; derived (softmax only)
-    tokenizer_size: Optional[int] = None                        # ids from here on are padding, never sampled
+def setting(default, help, choices=None, low=None, high=None, fixed=False):
+    """A field of a dataclass: its default, its line of documentation, the values it may have, and whether a resumed run
+    must keep it."""
+    return field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high, fixed=fixed))
+
+
+class Settings:
+    """What a dataclass of settings inherits. Raises ValueError for a value that its setting(...) does not allow."""
 
     def __post_init__(self):
-        for name, known in dict(template=[*TEMPLATES, *INTEGRATORS], attention=ATTENTION,
-                                aux_init=("auto", "embed", "zero"), symp_force=("value", "hamiltonian"),
-                                symp_b=("free", "identity", "derived")).items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is '{getattr(self, name)}': it must be one of {', '.join(known)}")
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if not 0 <= self.dropout <= 1:
-            raise ValueError(f"dropout is {self.dropout}: it must be 0 to 1")
-        if self.tokenizer_size is not None and not 0 < self.tokenizer_size <= self.vocab_size:
-            raise ValueError(f"tokenizer_size is {self.tokenizer_size}: it must be 1 to vocab_size, {self.vocab_size}")
+        for f in fields(self):
+            value, choices, low, high = getattr(self, f.name), *(f.metadata[k] for k in ("choices", "low", "high"))
+            if value is None:
+                continue
+            if choices and value not in choices:
+                raise ValueError(f"{f.name} is {value!r}: it must be one of {', '.join(choices)}")
+            if low is not None and not value >= low:            # not: NaN too
+                raise ValueError(f"{f.name} is {value}: it must be at least {low}")
+            if high is not None and not value <= high:
+                raise ValueError(f"{f.name} is {value}: it must be at most {high}")
+
+
+@dataclass
+class GPTConfig(Settings):
+    """The shape of a model. Raises ValueError for one that cannot be."""
+    template: str = setting("tmm", "residual template or integrator, a key of model.TEMPLATES or model.INTEGRATORS",
+                            ChainMap(INTEGRATORS, TEMPLATES))      # in the order TEMPLATES, INTEGRATORS
+    attention: str = setting("softmax", "'softmax' or 'linear'", ATTENTION)
+    aux_init: str = setting("auto", "start of the momentum stream: 'auto' (the template's own), 'embed' or 'zero'",
+                            ("auto", "embed", "zero"))
+    h0: float = setting(0.1, "integrators: where the learned step sizes start", low=1e-6, high=100)
+    t0: float = setting(1.0, "integrators: the time of the first layer", low=1e-6, high=100)
+    lookahead: bool = setting(False, "integrators: attention reads X + mu Y")
+    symp_force: str = setting("value", "softmax integrators' force: 'value' (c_proj of v) or 'hamiltonian' (the "
+                                       "theory's A x)", ("value", "hamiltonian"))
+    symp_b: str = setting("free", "softmax integrators' matrix B: 'free' (learned), 'identity' or 'derived' (from Q, "
+                                  "K, V)", ("free", "identity", "derived"))
+    n_layer: int = setting(12, "blocks", low=1)
+    n_head: int = setting(12, "attention heads, and rows of the matrix templates", low=1)
+    n_embd: int = setting(768, "channels", low=1)
+    block_size: int = setting(1024, "tokens in a sequence", low=1)
+    dropout: float = setting(0.0, "dropout probability", low=0, high=1)
+    bias: bool = setting(False, "biases in linear layers and LayerNorms")
+    vocab_size: int = setting(50304, "rows of the embedding: the tokenizer's size padded to a multiple of 64", low=1)
+    tokenizer_size: Optional[int] = setting(None, "ids from here on are padding, never sampled", low=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.tokenizer_size is not None and self.tokenizer_size > self.vocab_size:
+            raise ValueError(f"tokenizer_size is {self.tokenizer_size}: it must be at most vocab_size, "
+                             f"{self.vocab_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd is {self.n_embd}: it must be a multiple of n_head, {self.n_head}")
-        for name in ("h0", "t0"):
-            if not 1e-6 <= getattr(self, name) <= 100:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be 1e-6 to 100")
         idle = {}                                               # setting: what has no use for it
         if self.attention == "linear":
             idle.update(dict.fromkeys(("symp_force", "symp_b"), "linear attention"))
@@ -769,7 +785,7 @@ class GPTConfig:
             if "embed" not in TEMPLATES[self.template].streams.values():
                 idle["aux_init"] = self.template
         for name, owner in idle.items():
-            default = getattr(GPTConfig, name)
+            default = getattr(type(self), name)
             if getattr(self, name) != default:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: {owner} has no use for it, set {default!r}")
 
@@ -883,11 +899,11 @@ class GPT(nn.Module):
             x, s = block(x, s, cache=caches and caches[i])
         return self.transformer.ln_f(x)
 
-    def forward(self, idx, targets=None, logits=True):
+    def forward(self, idx, targets=None, return_logits=True):
         """Ids (B, T) -> logits (B, T, V) for every position, and the mean loss in nats if targets (B, T) are given
-        (-1: not counted). logits=False: the same loss from a chunk of tokens at a time, and None for the logits."""
+        (-1: not counted). return_logits=False: the same loss from a chunk of tokens at a time, and None for them."""
         x = self.features(idx)
-        if not logits:
+        if not return_logits:
             return None, ChunkedLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
         logits = self.lm_head(x)
         if targets is None:

@@ -19,15 +19,17 @@ import gzip
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import re
 import sys
+import typing
 import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -84,7 +86,7 @@ def die(message):
     raise SystemExit(2)
 
 
-def start(main):
+def cli(main):
     """Runs main; Ctrl-C ends it quietly, and a character that the terminal lacks is shown as '?'."""
     sys.stdout.reconfigure(errors="replace")
     try:
@@ -132,6 +134,103 @@ def package_file(package, name):
     except metadata.PackageNotFoundError:
         return None
     return path if path.is_file() else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command lines: of every file here
+
+
+def convert(value, kind, where):
+    """A config file's value or a command line's string as a `kind`: bool, int, float, str or Optional of one."""
+    if type(None) in typing.get_args(kind):
+        if value is None or str(value).lower() == "none":
+            return None
+        kind = typing.get_args(kind)[0]
+    try:
+        if kind is str and isinstance(value, str):
+            return value
+        if kind is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
+        if kind in (int, float) and not isinstance(value, bool):
+            number = value if isinstance(value, int) else float(value)
+            if kind is float and math.isfinite(number):
+                return float(number)
+            if kind is int and number == int(number):
+                return int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        pass
+    die(f"{where} is {value!r}: it must be {'true or false' if kind is bool else f'of type {kind.__name__}'}")
+
+
+def read_config(path):
+    """The assignments of a config file, {key: value}. It is run without builtins: it can compute, not import."""
+    values = {}
+    if os.path.isdir(path):
+        die(f"config {path} is a folder: a run is named by --out_dir={path}")
+    try:
+        with open(path, encoding="utf-8-sig") as f:
+            exec(compile(f.read(), path, "exec"), {"__builtins__": {}}, values)
+    except Exception as e:
+        die(f"cannot read config {path}: {e}")
+    return {k: v for k, v in values.items() if k != "__doc__"}
+
+
+def split_args(argv):
+    """Yields (key, value) for --key=value and --key value, and (None, word) for what is neither."""
+    args = list(argv)
+    while args:
+        key, equals, value = args.pop(0).partition("=")
+        if not key.startswith("--"):
+            yield None, key + equals + value
+        elif equals or args and not args[0].startswith("--"):
+            yield key[2:], value if equals else args.pop(0)
+        else:
+            die(f"{key} has no value: write {key}=VALUE")
+
+
+def read_settings(cls, argv, configs=True, default_config=None, base={}):
+    """{name: value} of a dataclass's fields: of default_config if argv names no config file, then base, then argv's
+    config files and --key=value; a later one wins. configs=False: the words in argv are no config files but the
+    caller's. Exits (2) for a wrong name or type."""
+    if "-h" in argv or "--help" in argv:
+        print_help(cls)
+    found = [(key, value, key) for key, value in base.items()]
+    words = [word for key, word in split_args(argv) if key is None and configs]
+    if default_config and not words:
+        found = [(k, v, f"{k} in {default_config}") for k, v in read_config(default_config).items()] + found
+    for key, value in split_args(argv):
+        if key is not None:
+            found.append((key, value, f"--{key}"))
+        elif configs:
+            found += [(k, v, f"{k} in {value}") for k, v in read_config(value).items()]
+    kinds, values = typing.get_type_hints(cls), {}
+    names = [field.name for field in fields(cls)]
+    for key, value, where in found:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            die(f"unknown setting {where}{f': did you mean {near[0]}?' if near else ''} (see --help)")
+        values[key] = convert(value, kinds[key], where)
+    return values
+
+
+def make_settings(cls, values):
+    """cls(**values). Exits (2) where it raises ValueError."""
+    try:
+        return cls(**values)
+    except ValueError as e:
+        die(str(e))
+
+
+def parse_args(cls, argv, **options):
+    """An instance of the dataclass cls: see read_settings for its options. Exits (2) for a wrong setting."""
+    return make_settings(cls, read_settings(cls, argv, **options))
+
+
+def print_help(cls):
+    print(sys.modules[cls.__module__].__doc__)
+    for field in fields(cls):
+        print(f"  --{field.name}={field.default}\n        {field.metadata['help']}")
+    raise SystemExit(0)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -490,4 +589,4 @@ def main():
 
 
 if __name__ == "__main__":
-    start(main)
+    cli(main)

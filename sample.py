@@ -13,25 +13,26 @@ from typing import Optional
 
 import torch
 
-from prepare import die, load_tokenizer, start
-from train import autocast, load_checkpoint, opt, parse_args, pick_device, pick_dtype, print_text
+from model import Settings, setting
+from prepare import cli, die, load_tokenizer, parse_args
+from train import autocast, load_checkpoint, pick_device, pick_dtype, print_text
 
 
 @dataclass
-class SampleConfig:
-    out_dir: str = opt("out/demo", "folder of the checkpoint")
-    checkpoint: str = opt("best.pt", "which file in it, best.pt or last.pt")
-    start: str = opt("", "prompt, or FILE:path of one; empty: begin a document")
-    num_samples: int = opt(1, "texts to sample", low=1)
-    max_new_tokens: int = opt(500, "length of each, in tokens", low=0)
-    temperature: float = opt(0.8, "0: always the likeliest token", low=0)
-    top_k: Optional[int] = opt(200, "sample from the k likeliest tokens; None: from all", low=1)
-    top_p: Optional[float] = opt(None, "sample from the likeliest tokens that hold this probability; None: from all",
-                                 low=0, high=1)
-    seed: int = opt(1337, "of the sampling", low=0, high=2 ** 63)
-    device: str = opt("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
-    dtype: str = opt("auto", "'bfloat16' (autocast) or 'float32'; auto: bfloat16 where the hardware has it",
-                     ("auto", "bfloat16", "float32"))
+class SampleConfig(Settings):
+    out_dir: str = setting("out/demo", "folder of the checkpoint")
+    checkpoint: str = setting("best.pt", "which file in it, best.pt or last.pt")
+    start: str = setting("", "prompt, or FILE:path of one; empty: begin a document")
+    num_samples: int = setting(1, "texts to sample", low=1)
+    max_new_tokens: int = setting(500, "length of each, in tokens", low=0)
+    temperature: float = setting(0.8, "0: always the likeliest token", low=0)
+    top_k: Optional[int] = setting(200, "sample from the k likeliest tokens; None: from all", low=1)
+    top_p: Optional[float] = setting(None, "sample from the likeliest tokens that hold this probability; None: from "
+                                           "all", low=0, high=1)
+    seed: int = setting(1337, "of the sampling", low=0, high=2 ** 63)
+    device: str = setting("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
+    dtype: str = setting("auto", "'bfloat16' (autocast) or 'float32'; auto: bfloat16 where the hardware has it",
+                         ("auto", "bfloat16", "float32"))
 
 
 def read_prompt(text):
@@ -65,4 +66,4 @@ def main():
 
 
 if __name__ == "__main__":
-    start(main)
+    cli(main)

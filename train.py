@@ -11,8 +11,6 @@ config/demo.py is read first. Writes best.pt, last.pt and metrics.jsonl into out
 """
 
 import contextlib
-import dataclasses
-import difflib
 import json
 import math
 import os
@@ -21,11 +19,10 @@ import re
 import signal
 import sys
 import time
-import typing
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from functools import lru_cache
-from typing import Optional
+from typing import ClassVar, Optional
 
 import numpy as np
 import torch
@@ -33,174 +30,72 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
 
-from model import GPT, INTEGRATORS, GPTConfig
-from prepare import DATASETS, OFFLINE, TOKENIZERS, die, load_tokenizer, prepare, start, write_atomic
+from model import GPT, INTEGRATORS, GPTConfig, setting
+from prepare import (DATASETS, OFFLINE, TOKENIZERS, cli, die, load_tokenizer, make_settings, parse_args, prepare,
+                     read_settings, write_atomic)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
 
 
-def opt(default, help, choices=None, low=None, high=None):
-    """A setting: its default, its one line of documentation, and what values it may have."""
-    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
-
-
 @dataclass
-class TrainConfig:
+class TrainConfig(GPTConfig):
+    """A model's settings (GPTConfig), of which the dataset gives the vocabulary's, and those of its training."""
+    vocab_size: ClassVar[None]
+    tokenizer_size: ClassVar[None]
+    h0: Optional[float] = setting(None, "integrators: where the learned step sizes start; None: one of the next two",
+                                  low=1e-6, high=100, fixed=True)
+    h0_first_order: float = setting(0.1, "that of the Euler integrators", low=1e-6, high=100, fixed=True)
+    h0_second_order: float = setting(0.1, "that of presymp_ab2 and presymp_etd_ab2", low=1e-6, high=100, fixed=True)
     # data
-    dataset: str = opt("tinystories", "folder of train.bin, val.bin and meta.json below data_dir")
-    data_dir: str = opt("data", "where the datasets are")
-    out_dir: str = opt("out", "where best.pt, last.pt and metrics.jsonl go")
-    overwrite: bool = opt(False, "start anew in an out_dir that already holds a run, which is lost")
-    init_from: str = opt("scratch", "'scratch'; 'resume': go on with out_dir's last.pt; or weights to begin with: a "
-                                    "checkpoint of this project or of nanoGPT (a path), or 'gpt2', 'gpt2-medium', ...")
-    strict: bool = opt(True, "weights to begin with must fit the model exactly; false: what fits is taken")
-    # model
-    template: str = opt("tmm", "residual template or integrator, a key of model.TEMPLATES or model.INTEGRATORS")
-    attention: str = opt("softmax", "'softmax' or 'linear'")
-    aux_init: str = opt("auto", "start of the momentum stream: 'auto' (the template's own), 'embed' or 'zero'")
-    h0: Optional[float] = opt(None, "integrators: where the learned step sizes start; None: one of the next two",
-                                low=1e-6, high=100)
-    h0_first_order: float = opt(0.1, "that of the Euler integrators", low=1e-6, high=100)
-    h0_second_order: float = opt(0.1, "that of presymp_ab2 and presymp_etd_ab2", low=1e-6, high=100)
-    t0: float = opt(1.0, "integrators: the time of the first layer", low=1e-6, high=100)
-    lookahead: bool = opt(False, "integrators: attention reads X + mu Y")
-    symp_force: str = opt("value", "softmax integrators: 'value' (c_proj of v) or 'hamiltonian' (A x, the theory's)")
-    symp_b: str = opt("free", "softmax integrators' matrix B: 'free' (learned), 'identity' or 'derived' (from Q, K, V)")
-    n_layer: int = opt(12, "blocks", low=1)
-    n_head: int = opt(12, "attention heads, and rows of the matrix templates", low=1)
-    n_embd: int = opt(768, "channels", low=1)
-    block_size: int = opt(1024, "tokens in a sequence", low=1)
-    dropout: float = opt(0.0, "dropout probability", low=0, high=1)
-    bias: bool = opt(False, "biases in linear layers and LayerNorms")
+    dataset: str = setting("tinystories", "folder of train.bin, val.bin and meta.json below data_dir", fixed=True)
+    data_dir: str = setting("data", "where the datasets are")
+    out_dir: str = setting("out", "where best.pt, last.pt and metrics.jsonl go")
+    overwrite: bool = setting(False, "start anew in an out_dir that already holds a run, which is lost")
+    init_from: str = setting("scratch", "'scratch'; 'resume': go on with out_dir's last.pt; or weights to begin "
+                                        "with: a checkpoint of this project or of nanoGPT (a path), or 'gpt2', "
+                                        "'gpt2-medium', ...")
+    strict: bool = setting(True, "weights to begin with must fit the model exactly; false: what fits is taken")
     # batches
-    batch_size: int = opt(8, "sequences in a micro-batch", low=1)
-    gradient_accumulation_steps: int = opt(60, "micro-batches in a step, shared by all processes", low=1)
-    max_steps: int = opt(10_000, "optimizer steps", low=0)
-    seed: int = opt(42, "of the weights, the data order and dropout", low=0, high=2 ** 63)
+    batch_size: int = setting(8, "sequences in a micro-batch", low=1, fixed=True)
+    gradient_accumulation_steps: int = setting(60, "micro-batches in a step, shared by all processes", low=1,
+                                               fixed=True)
+    max_steps: int = setting(10_000, "optimizer steps", low=0)
+    seed: int = setting(42, "of the weights, the data order and dropout", low=0, high=2 ** 63, fixed=True)
     # optimizer
-    optimizer: str = opt("muon", "'muon' (matrices in blocks; AdamW for the rest) or 'adamw'", ("muon", "adamw"))
-    muon_lr: float = opt(0.02, "peak rate of Muon; a matrix of A x B moves by it times sqrt(max(1, A/B)), that is "
-                               "torch's adjust_lr_fn='original'", low=0)
-    learning_rate: float = opt(6e-4, "peak rate of AdamW", low=0)
-    scalar_lr: float = opt(3e-3, "peak rate of AdamW for the learned scalars", low=0)
-    weight_decay: float = opt(0.1, "of AdamW on embeddings and matrices", low=0)
-    beta1: float = opt(0.9, "of AdamW", low=0, high=0.9999)
-    beta2: float = opt(0.95, "of AdamW", low=0, high=0.9999)
-    grad_clip: float = opt(1.0, "global gradient norm; 0: off", low=0)
-    max_bad_steps: int = opt(10, "stop after so many steps in a row with a loss or gradient that is not finite", low=1)
-    schedule: str = opt("cosine", "of the rates after a linear warmup: 'cosine', or 'wsd': flat, then linear",
-                        ("cosine", "wsd"))
-    warmup_steps: int = opt(1000, "linear warmup", low=0)
-    decay_start: Optional[int] = opt(None, "wsd: where the decay begins; None: with the last sixth of the run", low=0)
-    min_lr_ratio: float = opt(0.1, "rate at the end of the schedule, relative to the peak", low=0, high=1)
-    sam: str = opt("off", "sharpness-aware minimization: 'on', or 'decay': in the decay of wsd only (SAWD)",
-                   ("off", "on", "decay"))
-    sam_rho: float = opt(0.05, "length of its ascent step", low=0)
+    optimizer: str = setting("muon", "'muon' (matrices in blocks; AdamW for the rest) or 'adamw'", ("muon", "adamw"),
+                             fixed=True)
+    muon_lr: float = setting(0.02, "peak rate of Muon; a matrix of A x B moves by it times sqrt(max(1, A/B)), that is "
+                                   "torch's adjust_lr_fn='original'", low=0)
+    learning_rate: float = setting(6e-4, "peak rate of AdamW", low=0)
+    scalar_lr: float = setting(3e-3, "peak rate of AdamW for the learned scalars", low=0)
+    weight_decay: float = setting(0.1, "of AdamW on embeddings and matrices", low=0)
+    beta1: float = setting(0.9, "of AdamW", low=0, high=0.9999)
+    beta2: float = setting(0.95, "of AdamW", low=0, high=0.9999)
+    grad_clip: float = setting(1.0, "global gradient norm; 0: off", low=0)
+    max_bad_steps: int = setting(10, "stop after so many steps in a row with a loss or gradient that is not finite",
+                                 low=1)
+    schedule: str = setting("cosine", "of the rates after a linear warmup: 'cosine', or 'wsd': flat, then linear",
+                            ("cosine", "wsd"))
+    warmup_steps: int = setting(1000, "linear warmup", low=0)
+    decay_start: Optional[int] = setting(None, "wsd: where the decay begins; None: with the last sixth of the run",
+                                         low=0)
+    min_lr_ratio: float = setting(0.1, "rate at the end of the schedule, relative to the peak", low=0, high=1)
+    sam: str = setting("off", "sharpness-aware minimization: 'on', or 'decay': in the decay of wsd only (SAWD)",
+                       ("off", "on", "decay"))
+    sam_rho: float = setting(0.05, "length of its ascent step", low=0)
     # evaluation and logging
-    eval_interval: int = opt(100, "steps between evaluations", low=1)
-    eval_iters: int = opt(160, "validation batches, the same ones each time and for every seed", low=1)
-    log_interval: int = opt(10, "steps between log lines", low=1)
-    sample_tokens: int = opt(0, "length of the text sampled at the end", low=0)
+    eval_interval: int = setting(100, "steps between evaluations", low=1)
+    eval_iters: int = setting(160, "validation batches, the same ones each time and for every seed", low=1)
+    log_interval: int = setting(10, "steps between log lines", low=1)
+    sample_tokens: int = setting(0, "length of the text sampled at the end", low=0)
     # system
-    device: str = opt("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
-    dtype: str = opt("auto", "'bfloat16' (autocast, and Muon's iteration) or 'float32'; auto: bfloat16 where the "
-                             "hardware has it",
-                     ("auto", "bfloat16", "float32"))
-    compile: Optional[bool] = opt(None, "torch.compile; None: on cuda only")
-    wandb_log: bool = opt(False, "also log to Weights & Biases (needs the package wandb)")
-    wandb_project: str = opt("momentum-streams", "its project there; the run is named after out_dir")
-
-
-# What a resumed run may not change: it would not be the same run. All else may, and a change is printed.
-FIXED = ("dataset", "template", "attention", "aux_init", "h0", "h0_first_order", "h0_second_order", "t0", "lookahead",
-         "symp_force", "symp_b", "n_layer", "n_head", "n_embd", "block_size", "dropout", "bias", "batch_size",
-         "gradient_accumulation_steps", "seed", "optimizer")
-
-
-def convert(value, kind, where):
-    """A config file's value or a command line's string as a `kind`: bool, int, float, str or Optional of one."""
-    if type(None) in typing.get_args(kind):
-        if value is None or str(value).lower() == "none":
-            return None
-        kind = typing.get_args(kind)[0]
-    try:
-        if kind is str and isinstance(value, str):
-            return value
-        if kind is bool:
-            return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
-        if kind in (int, float) and not isinstance(value, bool):
-            number = value if isinstance(value, int) else float(value)
-            if kind is float and math.isfinite(number):
-                return float(number)
-            if kind is int and number == int(number):
-                return int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
-    except (ValueError, KeyError, TypeError, OverflowError):
-        pass
-    die(f"{where} is {value!r}: it must be {'true or false' if kind is bool else f'of type {kind.__name__}'}")
-
-
-def read_config(path):
-    """The assignments of a config file, {key: value}. It is run without builtins: it can compute, not import."""
-    values = {}
-    if os.path.isdir(path):
-        die(f"config {path} is a folder: a run is named by --out_dir={path}")
-    try:
-        with open(path, encoding="utf-8-sig") as f:
-            exec(compile(f.read(), path, "exec"), {"__builtins__": {}}, values)
-    except Exception as e:
-        die(f"cannot read config {path}: {e}")
-    return {k: v for k, v in values.items() if k != "__doc__"}
-
-
-def parse_args(cls, argv, default_config=None, base={}):
-    """An instance of the dataclass cls from default_config (if argv names no config file), the values of base, then
-    argv's config files and --key=value; later wins. Exits (2) on a wrong one."""
-    if "-h" in argv or "--help" in argv:
-        print_help(cls)
-    kinds, settings = typing.get_type_hints(cls), []            # settings: (key, value, where it was read)
-    args, configs = list(argv), []
-    while args:
-        arg = args.pop(0)
-        key, equals, value = arg[2:].partition("=")
-        if not arg.startswith("--"):
-            configs.append(arg)
-            settings += [(k, v, f"{k} in {arg}") for k, v in read_config(arg).items()]
-            continue
-        if not equals and (not args or args[0].startswith("--")):
-            die(f"{arg} has no value: write {arg}=VALUE")
-        settings.append((key, value if equals else args.pop(0), f"--{key}"))
-    settings = [(k, v, k) for k, v in base.items()] + settings
-    if default_config and not configs:
-        settings = [(k, v, f"{k} in {default_config}") for k, v in read_config(default_config).items()] + settings
-    values = {}
-    for key, value, where in settings:
-        if key not in kinds:
-            near = difflib.get_close_matches(key, kinds, n=1)
-            die(f"unknown setting {where}{f': did you mean {near[0]}?' if near else ''} (see --help)")
-        values[key] = convert(value, kinds[key], where)
-    check(cls, values)
-    return cls(**values)
-
-
-def check(cls, values):
-    for field in fields(cls):
-        value, choices, low, high = values.get(field.name), *(field.metadata[k] for k in ("choices", "low", "high"))
-        if value is None:
-            continue
-        if choices and value not in choices:
-            die(f"{field.name} is {value!r}: it must be one of {', '.join(choices)}")
-        if low is not None and value < low:
-            die(f"{field.name} is {value}: it must be at least {low}")
-        if high is not None and value > high:
-            die(f"{field.name} is {value}: it must be at most {high}")
-
-
-def print_help(cls):
-    print(sys.modules[cls.__module__].__doc__)
-    for field in fields(cls):
-        print(f"  --{field.name}={field.default}\n        {field.metadata['help']}")
-    raise SystemExit(0)
+    device: str = setting("auto", "'cpu', 'cuda', 'mps'; auto: cuda, else mps, else cpu")
+    dtype: str = setting("auto", "'bfloat16' (autocast, and Muon's iteration) or 'float32'; auto: bfloat16 where the "
+                                 "hardware has it", ("auto", "bfloat16", "float32"))
+    compile: Optional[bool] = setting(None, "torch.compile; None: on cuda only")
+    wandb_log: bool = setting(False, "also log to Weights & Biases (needs the package wandb)")
+    wandb_project: str = setting("momentum-streams", "its project there; the run is named after out_dir")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,14 +118,14 @@ class Split:
         offset = rng.integers(min(self.T, self.size - self.blocks * (self.T + 1)) + 1)
         return offset + rng.permutation(self.blocks) * (self.T + 1)
 
-    def starts(self, first, count):
+    def offsets(self, first, count):
         """Where blocks first ... first + count - 1 of the run begin in the file."""
         return [int(self.order(i // self.blocks)[i % self.blocks]) for i in range(first, first + count)]
 
     def batch(self, first, count, device):
         """Blocks first ... first + count - 1 as inputs and targets, each (count, T) int64 on the device."""
         data = np.memmap(self.path, self.dtype, "r")            # opened anew: a kept one grows as its pages are read
-        block = np.stack([data[i:i + self.T + 1] for i in self.starts(first, count)]).astype(np.int64)
+        block = np.stack([data[i:i + self.T + 1] for i in self.offsets(first, count)]).astype(np.int64)
         if block.max() >= self.vocab_size:
             die(f"{self.path} holds id {block.max()}, meta.json says vocab_size {self.vocab_size}: prepare it again")
         block = torch.from_numpy(block)
@@ -266,19 +161,19 @@ def load_meta(folder):
     return meta
 
 
-def open_data(cfg, splits=("train", "val")):
-    """(a Split for each name, ..., meta). A dataset that needs no network is made where it is missing."""
-    folder = os.path.join(cfg.data_dir, cfg.dataset)
-    if cfg.dataset in OFFLINE and not os.path.exists(os.path.join(folder, "meta.json")) and local_rank() == 0:
-        prepare(cfg.dataset, out=folder)
+def open_data(data_dir, dataset, block_size, **seeds):
+    """(a Split for each name and seed in seeds, such as train=42, ..., meta). A dataset that needs no network is made
+    where it is missing. Exits (2) where it cannot be used."""
+    folder = os.path.join(data_dir, dataset)
+    if dataset in OFFLINE and not os.path.exists(os.path.join(folder, "meta.json")) and local_rank() == 0:
+        prepare(dataset, out=folder)
     barrier()
     meta = load_meta(folder)
-    for split in splits:
-        if meta[f"{split}_tokens"] < cfg.block_size + 1:
-            die(f"{folder}/{split}.bin has {meta[f'{split}_tokens']} tokens: block_size {cfg.block_size} needs at "
-                f"least {cfg.block_size + 1}, name a smaller block_size or prepare more text")
-    seeds = dict(train=cfg.seed, val=0)                         # validation does not depend on the run's seed
-    return *(Split(os.path.join(folder, f"{split}.bin"), meta, cfg.block_size, seeds[split]) for split in splits), meta
+    for split in seeds:
+        if meta[f"{split}_tokens"] < block_size + 1:
+            die(f"{folder}/{split}.bin has {meta[f'{split}_tokens']} tokens: block_size {block_size} needs at least "
+                f"{block_size + 1}, name a smaller block_size or prepare more text")
+    return *(Split(os.path.join(folder, f"{split}.bin"), meta, block_size, seed) for split, seed in seeds.items()), meta
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -341,7 +236,7 @@ def compile_model(model, x, y, amp):
     try:
         compiled = torch.compile(model, fullgraph=True)
         with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), amp:
-            compiled(x, y, logits=False)[1].backward()
+            compiled(x, y, return_logits=False)[1].backward()
     except Exception as e:
         print(f"warning: torch.compile does not work here, running without it ({reason(e)})", file=sys.stderr)
         compiled = model
@@ -455,17 +350,19 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e
 
 
 @torch.no_grad()
-def evaluate(model, split, cfg, device, amp, rank=0, world=1):
-    """Mean loss in nats per token over the first eval_iters batches of the split, shared by all processes."""
-    size = min(cfg.batch_size, split.blocks)
-    count = min(cfg.eval_iters, split.blocks // size)
+def evaluate(model, split, batch_size, batches, amp, rank=0, world=1):
+    """Mean loss in nats per token over the first batches of the split, at most all, shared by all processes. The model
+    is in eval mode meanwhile."""
+    training, device = model.training, next(model.parameters()).device
+    size = min(batch_size, split.blocks)
+    count = min(batches, split.blocks // size)
     total = torch.zeros(2, device=device)                       # sum of losses, batches
     model.eval()
     for i in range(rank, count, world):
         with amp:
-            loss = model(*split.batch(i * size, size, device), logits=False)[1]
+            loss = model(*split.batch(i * size, size, device), return_logits=False)[1]
             total += torch.stack([loss, torch.ones((), device=device)])
-    model.train()
+    model.train(training)
     loss, n = all_sum(total).tolist()
     return loss / n
 
@@ -548,10 +445,10 @@ def brief(names):
 # Starting points
 
 
-def resume(cfg, argv):
-    """(settings, checkpoint) of the run in cfg.out_dir: those it was saved with, where argv does not change them. Exits
-    (2) if argv changes one that makes it another run."""
-    path = os.path.join(cfg.out_dir, "last.pt")
+def resume(out_dir, argv):
+    """(settings, checkpoint) of the run in out_dir: those it was saved with, where argv does not change them. Exits (2)
+    if argv changes one that makes it another run."""
+    path = os.path.join(out_dir, "last.pt")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         saved = {f.name: state["config"][f.name] for f in fields(TrainConfig) if f.name in state["config"]}
@@ -566,15 +463,16 @@ def resume(cfg, argv):
             raise ValueError("it has no optimizer state")
     except Exception as e:
         refuse(path, e)
-    saved.update(out_dir=cfg.out_dir, init_from="resume", overwrite=False)
-    cfg = parse_args(TrainConfig, argv, base=saved)
-    for name, old in saved.items():
-        new = getattr(cfg, name)
-        if new != old and name in FIXED:
-            die(f"{name} is {new!r}: the run in {cfg.out_dir} has {old!r} and goes on with that, leave it out or begin "
-                "another run")
-        if new != old and local_rank() == 0:
-            print(f"{name}: {new!r} from here on, {old!r} so far")
+    saved.update(out_dir=out_dir, init_from="resume", overwrite=False)
+    asked = read_settings(TrainConfig, argv, base=saved)
+    changed = [f for f in fields(TrainConfig) if f.name in saved and asked[f.name] != saved[f.name]]
+    for f in changed:                                           # what the model is, and what is marked
+        if f.name in GPTConfig.__dataclass_fields__ or f.metadata["fixed"]:
+            die(f"{f.name} is {asked[f.name]!r}: the run in {out_dir} has {saved[f.name]!r} and goes on with that, "
+                "leave it out or begin another run")
+    cfg = make_settings(TrainConfig, asked)
+    for f in changed if local_rank() == 0 else ():
+        print(f"{f.name}: {asked[f.name]!r} from here on, {saved[f.name]!r} so far")
     return cfg, state
 
 
@@ -651,16 +549,12 @@ def print_text(tokenizer, tokens):
 def make_model(cfg, meta, vocab_size=None):
     """The model that the settings name, for the dataset's vocabulary, padded as its weights to begin with are. Exits
     (2) where GPTConfig raises ValueError."""
-    shared = {f.name for f in fields(GPTConfig)} & {f.name for f in fields(TrainConfig)}
-    settings = {name: getattr(cfg, name) for name in shared}
+    settings = {f.name: getattr(cfg, f.name) for f in fields(GPTConfig)}
+    settings.update(vocab_size=vocab_size or meta["vocab_size"], tokenizer_size=meta["tokenizer_size"])
     if cfg.h0 is None:
         order = INTEGRATORS[cfg.template].order if cfg.template in INTEGRATORS else 0
         settings["h0"] = {0: GPTConfig.h0, 1: cfg.h0_first_order, 2: cfg.h0_second_order}[order]
-    try:
-        return GPT(GPTConfig(vocab_size=vocab_size or meta["vocab_size"], tokenizer_size=meta["tokenizer_size"],
-                             **settings))
-    except ValueError as e:
-        die(str(e))
+    return GPT(make_settings(GPTConfig, settings))
 
 
 RUN_FILES = ("last.pt", "best.pt", "metrics.jsonl")             # last.pt first: without it nothing resumes
@@ -758,17 +652,20 @@ def check_replicas(model):
 def main(argv=None):
     argv, state = sys.argv[1:] if argv is None else argv, None
     demo = os.path.join(os.path.dirname(__file__), "config", "demo.py")
-    cfg = parse_args(TrainConfig, argv, demo)
+    asked = read_settings(TrainConfig, argv, default_config=demo)
+    init_from, out_dir = (asked.get(name, getattr(TrainConfig, name)) for name in ("init_from", "out_dir"))
     weights = tokenizer = vocab_size = None
-    if cfg.init_from == "resume":
-        cfg, state = resume(cfg, argv)
+    if init_from == "resume":
+        cfg, state = resume(out_dir, argv)
         weights, tokenizer, vocab_size = state["model"], state["tokenizer"], state["model_config"]["vocab_size"]
-    elif cfg.init_from != "scratch":
-        weights, shape, tokenizer = read_weights(cfg.init_from)
+    elif init_from == "scratch":
+        cfg = make_settings(TrainConfig, asked)
+    else:
+        weights, shape, tokenizer = read_weights(init_from)
         vocab_size = shape["vocab_size"]
         known = {f.name for f in fields(TrainConfig)} - {"h0"}  # h0 is where scalars started that now are loaded
         shape = {k: v for k, v in shape.items() if k in known}
-        cfg = parse_args(TrainConfig, argv, demo, shape)
+        cfg = parse_args(TrainConfig, argv, default_config=demo, base=shape)
         for key, old in shape.items():
             if getattr(cfg, key) != old and local_rank() == 0:
                 print(f"{key}: {getattr(cfg, key)!r} here, {old!r} in {cfg.init_from}")
@@ -793,7 +690,7 @@ def main(argv=None):
             f"processes, {world}")
 
     # data, model, optimizers
-    train, val, meta = open_data(cfg)
+    train, val, meta = open_data(cfg.data_dir, cfg.dataset, cfg.block_size, train=cfg.seed, val=0)
     if tokenizer not in (None, meta["tokenizer"]) or (vocab_size or math.inf) < meta["tokenizer_size"]:
         die(f"dataset {cfg.dataset} has the tokenizer {meta['tokenizer']} of {meta['tokenizer_size']} ids, the weights "
             f"({cfg.init_from}) have {tokenizer or 'one'} of at most {vocab_size}: "
@@ -865,7 +762,7 @@ def main(argv=None):
             torch.manual_seed(int(np.random.SeedSequence([cfg.seed, first]).generate_state(1)[0]))     # of dropout
             with model.no_sync() if world > 1 and first != firsts[-1] else contextlib.nullcontext():
                 with amp:
-                    micro_loss = model(x, y, logits=False)[1] / len(firsts)
+                    micro_loss = model(x, y, return_logits=False)[1] / len(firsts)
                 micro_loss.backward()
             loss += micro_loss.detach()
         return loss
@@ -888,7 +785,7 @@ def main(argv=None):
         # evaluate and save
         if (last or step % cfg.eval_interval == 0) and not evaluated:
             check_replicas(raw_model)
-            val_loss = evaluate(forward, val, cfg, device, amp, rank, world)
+            val_loss = evaluate(forward, val, cfg.batch_size, cfg.eval_iters, amp, rank, world)
             improved = math.isfinite(val_loss) and val_loss < best
             best = val_loss if improved else best
             if master:
@@ -965,4 +862,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    start(main)
+    cli(main)
