@@ -44,6 +44,15 @@ def die(message):
     raise SystemExit(2)
 
 
+@contextlib.contextmanager
+def or_die(what, remedy, errors=OSError):
+    """Exits (2) with "WHAT (reason): REMEDY" where the block raises one of the errors."""
+    try:
+        yield
+    except errors as e:
+        die(f"{what} ({e}): {remedy}")
+
+
 def cli(main):
     """Runs main; Ctrl-C ends it quietly, and a character that the terminal lacks is shown as '?'."""
     sys.stdout.reconfigure(errors="replace")
@@ -507,10 +516,8 @@ def prepare(dataset, tokenizer=None, out=None, num_proc=os.cpu_count(), files=()
     meta = dict(dataset=dataset, tokenizer=tok.name, tokenizer_size=tok.size, vocab_size=tok.vocab_size,
                 dtype=id_dtype(tok.size), eot=tok.eot, source=source)
     needed = ("val",) if hub and not hub.train else ("train", "val")
-    try:
+    with or_die(f"cannot write to {out}", "free the disk, or pass another --out (train.py: --data_dir)"):
         meta = write_dataset(out, encode_documents(documents, tok, num_proc), needed, meta)
-    except OSError as e:
-        die(f"cannot write to {out} ({e}): free the disk, or pass another --out (train.py: --data_dir)")
     print(f"{out}: {meta['train_tokens']:,} + {meta['val_tokens']:,} tokens (train + val, {tok.name}), "
           f"{meta['train_documents']:,} + {meta['val_documents']:,} documents")
     return meta

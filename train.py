@@ -32,8 +32,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, INTEGRATORS, GPTConfig, setting
-from prepare import (DATASETS, OFFLINE, TOKENIZERS, cli, die, load_tokenizer, make_settings, parse_args, prepare,
-                     read_settings, write_atomic)
+from prepare import (DATASETS, OFFLINE, TOKENIZERS, cli, die, load_tokenizer, make_settings, or_die, parse_args,
+                     prepare, read_settings, write_atomic)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
@@ -383,13 +383,6 @@ def evaluate(model, split, batch_size, batches, amp, rank=0, world=1):
     return loss / n
 
 
-def checkpoint(model, optimizers, cfg, meta, **progress):
-    """All that a run is, as plain types and tensors: torch.load(path, weights_only=True) reads it. Data order and
-    dropout are functions of (seed, step), so the step stands for the state of the random numbers too."""
-    return dict(model=model.state_dict(), model_config=asdict(model.config), tokenizer=meta["tokenizer"], data=meta,
-                optimizer=optimizer_state(optimizers), config=asdict(cfg), **progress)
-
-
 def named_state(optimizer):
     """[(name, parameter)] of an optimizer, in the order of its state_dict."""
     return [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
@@ -416,11 +409,9 @@ def load_optimizer_state(optimizers, saved):
 
 
 def save(path, state):
-    try:
-        with write_atomic(path) as f:
-            torch.save(state, f)
-    except (OSError, RuntimeError) as e:
-        die(f"cannot save {path} ({e}): free the disk or name another out_dir; the file before is intact")
+    remedy = "free the disk or name another out_dir; the file before is intact"
+    with or_die(f"cannot save {path}", remedy, (OSError, RuntimeError)), write_atomic(path) as f:
+        torch.save(state, f)
 
 
 def refuse(path, e):
@@ -638,39 +629,32 @@ def check_out(cfg):
     for name in RUN_FILES:
         if os.path.isdir(os.path.join(cfg.out_dir, name)):
             die(f"{cfg.out_dir}/{name} is a folder: name another --out_dir")
-    try:
+    with or_die(f"cannot write to out_dir {cfg.out_dir}", "name another --out_dir"):
         os.makedirs(cfg.out_dir, exist_ok=True)
         for name in os.listdir(cfg.out_dir):
             if re.fullmatch(r"\.(last\.pt|best\.pt|metrics\.jsonl)\.\d+\.tmp", name):
                 os.remove(os.path.join(cfg.out_dir, name))
-    except OSError as e:
-        die(f"cannot write to out_dir {cfg.out_dir} ({e}): name another --out_dir")
 
 
 def log(cfg, **row):
     """Appends an object to metrics.jsonl."""
-    try:
-        with open(os.path.join(cfg.out_dir, "metrics.jsonl"), "a", encoding="utf-8") as f:
-            f.write(json.dumps(row) + "\n")
-    except OSError as e:
-        die(f"cannot write to {cfg.out_dir}/metrics.jsonl ({e}): free the disk")
+    path = os.path.join(cfg.out_dir, "metrics.jsonl")
+    with or_die(f"cannot write to {path}", "free the disk"), open(path, "a", encoding="utf-8") as f:
+        f.write(json.dumps(row) + "\n")
 
 
 def cut_log(cfg, step, evaluated):
     """Drops from metrics.jsonl what is later than a checkpoint of this step, and lines that are torn."""
     path, kept = os.path.join(cfg.out_dir, "metrics.jsonl"), []
-    try:
-        if os.path.exists(path):
-            with open(path, "rb") as f:
-                for line in f:
-                    with contextlib.suppress(ValueError, KeyError, TypeError):
-                        row = json.loads(line)
-                        if row["step"] < step or row["step"] == step and (evaluated or "val_loss" not in row):
-                            kept.append(line.rstrip(b"\n") + b"\n")
+    with or_die(f"cannot write {path}", "free the disk; the file before is intact"):
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
+            for line in f:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    row = json.loads(line)
+                    if row["step"] < step or row["step"] == step and (evaluated or "val_loss" not in row):
+                        kept.append(line.rstrip(b"\n") + b"\n")
         with write_atomic(path) as f:
             f.write(b"".join(kept))
-    except OSError as e:
-        die(f"cannot write {path} ({e}): free the disk; the file before is intact")
 
 
 def begin_log(cfg):
@@ -683,10 +667,6 @@ def begin_log(cfg):
 def finite(x):
     """x for a log: null where it is no number."""
     return x if math.isfinite(x) else None
-
-
-def clock(seconds):
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
 def import_wandb():
@@ -777,9 +757,13 @@ class Run:
         if self.wandb:
             self.wandb.log(row, step=self.step)
 
-    def save(self, *names, **progress):
-        state = checkpoint(self.model, self.optimizers, self.cfg, self.meta, step=self.step, best_val_loss=self.best,
-                           seconds=self.busy, bad_steps=self.bad_steps, evaluated=self.evaluated, **progress)
+    def save(self, *names, **val_loss):
+        """All that a run is, as plain types and tensors: torch.load(path, weights_only=True) reads it. Data order and
+        dropout are functions of (seed, step), so the step stands for the state of the random numbers too."""
+        state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
+                     tokenizer=self.meta["tokenizer"], data=self.meta, optimizer=optimizer_state(self.optimizers),
+                     config=asdict(self.cfg), step=self.step, best_val_loss=self.best, seconds=self.busy,
+                     bad_steps=self.bad_steps, evaluated=self.evaluated, **val_loss)
         for name in names:
             save(os.path.join(self.cfg.out_dir, name), state)
 
@@ -865,7 +849,7 @@ class Run:
         speed, left = steps * tokens / seconds, seconds / steps * (self.cfg.max_steps - self.step)
         mfu = f"{speed * self.mfu_per_speed:.1%} MFU  " if self.mfu_per_speed else ""
         print(f"step {self.step:6d}  loss {loss:.4f}  rate x{schedule(self.step - 1, self.cfg):.3f}  "
-              f"{speed:,.0f} tokens/s  {mfu}{clock(left)} left")
+              f"{speed:,.0f} tokens/s  {mfu}{timedelta(seconds=int(left))} left")
         self.record(train_loss=loss, tokens=self.step * tokens, seconds=round(self.busy, 3),
                     tokens_per_second=round(speed, 1), lr={g["name"]: g["lr"] for g in self.groups()})
 
