@@ -835,6 +835,8 @@ def test_chunked_loss_is_cross_entropy(V):
     for power in (1, 2):
         with pytest.raises(RuntimeError, match="differentiable once"):
             torch.autograd.grad(ChunkedLoss.apply(x, W, targets) ** power + x.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="index -2 is out of bounds"):
+        ChunkedLoss.apply(x, W, targets - 1)
     none = ChunkedLoss.apply(x, W, torch.full((8,), -1))        # as in F.cross_entropy
     assert none.isnan() and all(g.abs().max() == 0 for g in torch.autograd.grad(none, (x, W)))
     with torch.no_grad():
