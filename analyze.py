@@ -28,11 +28,12 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from numbers import Real
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch.func import functional_call, grad, jacrev, jvp, vjp
@@ -72,6 +73,17 @@ class BatchConfig(DataConfig):
     batches: int = setting(1, "how many batches", low=1)
 
 
+class Run(NamedTuple):
+    """A checkpoint that a probe looks at."""
+    file: str
+    model: GPT                                                  # in eval mode
+    state: dict                                                 # what the file holds
+
+    @property
+    def device(self):
+        return next(self.model.parameters()).device
+
+
 def checkpoint_file(path, cfg):
     """The checkpoint that a run's folder or a file's path names. Exits (2) if it is not there."""
     file = path if os.path.isfile(path) else os.path.join(path, cfg.checkpoint)
@@ -81,33 +93,33 @@ def checkpoint_file(path, cfg):
 
 
 def load(file, cfg):
-    """(model, its checkpoint's dict): in eval mode, in cfg.dtype, with attention by its hand-written path."""
+    """The Run of a checkpoint file, in cfg.dtype, with attention by its hand-written path."""
     model, state = train.load_checkpoint(file, train.pick_device(cfg.device))
     model.to(getattr(torch, cfg.dtype)).requires_grad_(False)
     model.fused_attention(False)
-    return model, state
+    return Run(file, model, state)
 
 
-def open_val(state, cfg, dataset, seed=0):
-    """The validation Split of a dataset that has the checkpoint's tokenizer, or exit (2)."""
-    T = cfg.block_size or state["model_config"]["block_size"]
-    if T > state["model_config"]["block_size"]:
-        die(f"block_size is {T}: the model's is {state['model_config']['block_size']}")
+def open_val(run, cfg, dataset, seed=0):
+    """The validation Split of a dataset that has the run's tokenizer, or exit (2)."""
+    block_size, tokenizer = run.model.config.block_size, run.state["tokenizer"]
+    T = cfg.block_size or block_size
+    if T > block_size:
+        die(f"block_size is {T}: the model's is {block_size}")
     val, meta = train.open_data(cfg.data_dir, dataset, T, val=seed)
-    if meta["tokenizer"] != state["tokenizer"]:
-        die(f"dataset {dataset} was prepared with the tokenizer {meta['tokenizer']}, the checkpoint's is "
-            f"{state['tokenizer']}: prepare it with --tokenizer={state['tokenizer']} and another --out")
+    if meta["tokenizer"] != tokenizer:
+        die(f"dataset {dataset} was prepared with the tokenizer {meta['tokenizer']}, the checkpoint's is {tokenizer}: "
+            f"prepare it with --tokenizer={tokenizer} and another --out")
     return val
 
 
-def read_batches(model, state, cfg, batches):
+def read_batches(run, cfg, batches):
     """[(idx, targets)], each (batch_size, T): the same ones for every run with that tokenizer and seed."""
-    val = open_val(state, cfg, cfg.dataset or state["config"]["dataset"], cfg.seed)
+    val = open_val(run, cfg, cfg.dataset or run.state["config"]["dataset"], cfg.seed)
     count = cfg.batch_size * batches
     if count > val.blocks:
         die(f"batch_size x batches is {count}: {val.path} has {val.blocks} blocks of {val.T + 1} tokens")
-    device = next(model.parameters()).device
-    return [val.batch(i, cfg.batch_size, device) for i in range(0, count, cfg.batch_size)]
+    return [val.batch(i, cfg.batch_size, run.device) for i in range(0, count, cfg.batch_size)]
 
 
 def progress(n, what):
@@ -234,12 +246,12 @@ def top_singular_values(f, x, k, iterations, generator, what=""):
     return torch.linalg.svdvals(images)[:k], basis, images
 
 
-def jacobian(model, state, cfg):
+def jacobian(run, cfg):
     """For each block J = dX_{l+1}/dX_l, auxiliary streams held fixed [TMM, 5.3]."""
-    (idx, _), = read_batches(model, state, cfg, 1)
+    (idx, _), = read_batches(run, cfg, 1)
     generator = torch.Generator().manual_seed(cfg.seed)
     layers, spectra = [], []
-    for i, (block, x, s) in enumerate(block_inputs(model, idx)):
+    for i, (block, x, s) in enumerate(block_inputs(run.model, idx)):
         if cfg.k > x.numel():
             die(f"k is {cfg.k}: a Jacobian of {x.numel()} rows has no more singular values than that")
         f = lambda x: block(x, s)[0]
@@ -332,11 +344,11 @@ def random_like(params, generator):
     return {name: torch.randn(t.shape, generator=generator).to(t) for name, t in params.items()}
 
 
-def sharpness(model, state, cfg):
+def sharpness(run, cfg):
     """Curvature of the loss at the weights [TMM, 6.1 and app. G]; lambda_max is the eigenvalue largest in magnitude."""
-    batches = read_batches(model, state, cfg, cfg.batches)
-    params = dict(model.named_parameters())                     # lists the tied head once
-    loss = lambda p, idx, targets: functional_call(model, p, (idx, targets))[1]
+    batches = read_batches(run, cfg, cfg.batches)
+    params = dict(run.model.named_parameters())                 # lists the tied head once
+    loss = lambda p, idx, targets: functional_call(run.model, p, (idx, targets))[1]
     hvp, generator = make_hvp(loss, params, batches), torch.Generator().manual_seed(cfg.seed)
     value, residual, iterations = top_eigenvalue(hvp, random_like(params, generator), cfg.iterations, cfg.tolerance)
     tr, se = trace(hvp, params, cfg.probes, generator)
@@ -381,18 +393,18 @@ def row_entropy(P):
 
 
 @torch.no_grad()
-def entropy(model, state, cfg):
+def entropy(run, cfg):
     """Mean entropy in nats of the rows of each head's attention, over batches and tokens."""
-    attns = [block.attn for block in model.transformer.h]
+    model, attns = run.model, [block.attn for block in run.model.transformer.h]
     if not isinstance(attns[0], (SoftmaxAttention, SoftmaxParticles)):
-        die(f"{cfg.path}: the attention is {model.config.attention}, only softmax has rows of weights")
+        die(f"{run.file}: the attention is {model.config.attention}, only softmax has rows of weights")
     sums = [0.0] * len(attns)
     hooks = []
     for i, attn in enumerate(attns):
         def hook(attn, args, i=i):
             sums[i] = sums[i] + row_entropy(attention_rows(attn, args[0])).mean(dim=(0, 2))
         hooks.append(attn.register_forward_pre_hook(hook))
-    batches = read_batches(model, state, cfg, cfg.batches)
+    batches = read_batches(run, cfg, cfg.batches)
     for idx, _ in batches:
         model.features(idx)
     for hook in hooks:
@@ -419,10 +431,10 @@ def draw_entropy(results):
     return figure
 
 
-def scalars(model, state, cfg):
+def scalars(run, cfg):
     """The learned scalars of every layer, after their transforms."""
     layers = []
-    for i, block in enumerate(model.transformer.h):
+    for i, block in enumerate(run.model.transformer.h):
         row = dict(layer=i)
         for step in ("attn_step", "mlp_step"):
             row.update({f"{step[:-5]}.{name}": value.item() for name, value in getattr(block, step).scalars().items()})
@@ -430,7 +442,7 @@ def scalars(model, state, cfg):
             row["attn.h"] = torch.nn.functional.softplus(block.attn.h_raw).item()
         layers.append(row)
     if len(layers[0]) == 1:
-        die(f"{cfg.path}: a model of template {model.config.template} has no scalars")
+        die(f"{run.file}: a model of template {run.model.config.template} has no scalars")
     return dict(layers=layers)
 
 
@@ -465,20 +477,19 @@ class CorporaConfig(BatchConfig):
     batches: int = setting(10 ** 9, "at most how many batches of each; the default is all", low=1)
 
 
-def loss_on(model, state, cfg, dataset):
+def loss_on(run, cfg, dataset):
     """Mean loss in nats per token over a dataset's validation file, by train.py's evaluation."""
-    val = open_val(state, cfg, dataset)
-    amp = train.autocast(next(model.parameters()).device, "float32")
-    return train.evaluate(model, val, cfg.batch_size, cfg.batches, amp)
+    val = open_val(run, cfg, dataset)
+    run.model.fused_attention(True)                             # no derivatives here
+    return train.evaluate(run.model, val, cfg.batch_size, cfg.batches, train.autocast(run.device, "float32"))
 
 
-def corpora(model, state, cfg):
+def corpora(run, cfg):
     """Zero-shot loss and perplexity on other corpora [TMM, 6], over the whole batches that their val.bin has."""
-    model.fused_attention(True)                                 # no derivatives here
     names = [name.strip() for name in cfg.datasets.split(",") if name.strip()]
     if not names:
         die(f"datasets is '{cfg.datasets}': name at least one")
-    losses = {name: loss_on(model, state, cfg, name) for name in names}
+    losses = {name: loss_on(run, cfg, name) for name in names}
     losses["mean"] = sum(losses.values()) / len(losses)
     return {**losses, **{f"{name} ppl": math.exp(loss) if loss < 709 else math.inf for name, loss in losses.items()}}
 
@@ -506,25 +517,24 @@ class ForgettingConfig(BatchConfig):
     batches: int = setting(160, "validation batches", low=1)
 
 
-def forgetting(model, state, cfg):
+def forgetting(run, cfg):
     """Fine-tunes by train.py on the target: forgetting = source loss after - before, plasticity = target loss before -
     after [TMM, 6.2 and app. H]. The fine-tuned run is left in forgetting-TARGET beside the checkpoint."""
-    source, folder = cfg.source or state["config"]["dataset"], os.path.dirname(cfg.path) or "."
-    out = os.path.join(folder, f"forgetting-{cfg.target}")
-    model.fused_attention(True)
-    before = [loss_on(model, state, cfg, name) for name in (source, cfg.target)]
+    datasets = cfg.source or run.state["config"]["dataset"], cfg.target
+    out = os.path.join(os.path.dirname(run.file) or ".", f"forgetting-{cfg.target}")
+    before = [loss_on(run, cfg, name) for name in datasets]
     train.main([
-        f"--init_from={cfg.path}", f"--out_dir={out}", "--overwrite=true", f"--dataset={cfg.target}",
+        f"--init_from={run.file}", f"--out_dir={out}", "--overwrite=true", f"--dataset={cfg.target}",
         f"--data_dir={cfg.data_dir}", "--optimizer=adamw", "--learning_rate=1e-4", "--scalar_lr=1e-4", "--beta1=0.9",
         "--beta2=0.95", "--weight_decay=0.01", "--warmup_steps=50", "--schedule=cosine", "--min_lr_ratio=0.1",
         "--grad_clip=1", "--sam=off", f"--max_steps={cfg.max_steps}", f"--batch_size={cfg.batch_size}",
         f"--gradient_accumulation_steps={cfg.gradient_accumulation_steps}", f"--eval_interval={cfg.max_steps}",
         f"--eval_iters={cfg.batches}", f"--seed={cfg.seed}", f"--device={cfg.device}", "--sample_tokens=0",
         *[f"--block_size={cfg.block_size}"] * (cfg.block_size is not None)])
-    tuned, state = train.load_checkpoint(os.path.join(out, "last.pt"), next(model.parameters()).device)
-    if state["step"] < cfg.max_steps:
-        die(f"fine-tuning stopped at step {state['step']} of {cfg.max_steps}: no result")
-    after = [loss_on(tuned.to(next(model.parameters()).dtype), state, cfg, name) for name in (source, cfg.target)]
+    tuned = load(os.path.join(out, "last.pt"), cfg)
+    if tuned.state["step"] < cfg.max_steps:
+        die(f"fine-tuning stopped at step {tuned.state['step']} of {cfg.max_steps}: no result")
+    after = [loss_on(tuned, cfg, name) for name in datasets]
     return dict(forgetting=after[0] - before[0], plasticity=before[1] - after[1], source_before=before[0],
                 source_after=after[0], target_before=before[1], target_after=after[1])
 
@@ -664,7 +674,7 @@ def harness_model(model, tokenizer, batch_size):
     return Harness()
 
 
-def downstream(model, state, cfg):
+def downstream(run, cfg):
     """{task: {metric: value, metric_stderr: its standard error, where lm_eval has one}}; metrics of a filter of lm_eval
     have its name after a comma. lm_eval sets the seeds of python, numpy and torch. Exits (2) for an unknown task, for
     data that cannot be had and for settings of generation that are not known here."""
@@ -676,7 +686,7 @@ def downstream(model, state, cfg):
     for name in names:
         if name not in manager.all_tasks:
             die(f"unknown task '{name}': tasks takes names that lm_eval has, or a YAML file in include_path")
-    harness, results = harness_model(model, load_tokenizer(state["tokenizer"]), cfg.batch_size), {}
+    harness, results = harness_model(run.model, load_tokenizer(run.state["tokenizer"]), cfg.batch_size), {}
     for name in names:
         fewshot = FEWSHOT.get(name) if cfg.num_fewshot is None else cfg.num_fewshot
         try:
@@ -1009,74 +1019,93 @@ def dynamics(cfg):
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 
-PROBES = {"jacobian": (jacobian, JacobianConfig, draw_jacobian),
-          "sharpness": (sharpness, SharpnessConfig, draw_sharpness),
-          "entropy": (entropy, BatchConfig, draw_entropy),
-          "scalars": (scalars, ProbeConfig, draw_scalars),
-          "forgetting": (forgetting, ForgettingConfig, draw_forgetting),
-          "corpora": (corpora, CorporaConfig, draw_corpora),
-          "downstream": (downstream, DownstreamConfig, draw_downstream)}
-ALONE = {"speed": (speed, SpeedConfig), "dynamics": (dynamics, DynamicsConfig)}             # what needs no run
-OTHERS = {"curves": (curves, CurvesConfig)}                     # what needs runs but reads no checkpoint
+
+class Probe(NamedTuple):
+    """What `python analyze.py NAME` runs. If it reads checkpoints, run(Run, cfg) gives the result for one of them and
+    draw({label: result}) the figure of all. If it reads folders it is run(folders, cfg), if nothing run(cfg): these
+    print and write by themselves."""
+    run: Callable
+    config: type
+    draw: Optional[Callable] = None
+    reads: str = "checkpoints"
 
 
-def run_probe(name, paths, cfg):
+PROBES = {
+    "jacobian": Probe(jacobian, JacobianConfig, draw_jacobian),
+    "sharpness": Probe(sharpness, SharpnessConfig, draw_sharpness),
+    "entropy": Probe(entropy, BatchConfig, draw_entropy),
+    "scalars": Probe(scalars, ProbeConfig, draw_scalars),
+    "forgetting": Probe(forgetting, ForgettingConfig, draw_forgetting),
+    "corpora": Probe(corpora, CorporaConfig, draw_corpora),
+    "downstream": Probe(downstream, DownstreamConfig, draw_downstream),
+    "curves": Probe(curves, CurvesConfig, reads="folders"),
+    "speed": Probe(speed, SpeedConfig, reads="nothing"),
+    "dynamics": Probe(dynamics, DynamicsConfig, reads="nothing"),
+}
+
+
+def numbers(result):
+    """A row of the numbers in a probe's result, those of downstream's {task: {metric: value}} included."""
+    row = {}
+    for key, value in result.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        row.update({f"{key} {name}".rstrip(): v for name, v in inner.items() if isinstance(v, (int, float))})
+    return row
+
+
+def print_results(results):
+    """{label: result} as tables: the layers of each, then a row for each."""
+    for label, result in results.items():
+        if "layers" in result:
+            print(label)
+            print_table(result["layers"])
+            print()
+    rows = [dict(run=label, **numbers(result)) for label, result in results.items()]
+    if len(rows[0]) > 1:
+        print_table(rows)
+
+
+def read_checkpoints(name, paths, cfg):
     """A probe on each checkpoint: PROBE.json beside it, a table, a figure of all."""
-    probe, _, draw = PROBES[name]
+    probe, results = PROBES[name], {}
     if cfg.plot:
         pyplot()                                                # missing? then say so before the work
     files = [checkpoint_file(path, cfg) for path in paths]
     labels = [os.path.basename(os.path.dirname(os.path.abspath(file))) for file in files]
     labels = labels if len(set(labels)) == len(labels) else files
-    results = {}
     for file, label in zip(files, labels):
-        model, state = load(file, cfg)
-        cfg.path = file
-        results[label] = probe(model, state, cfg)
-        stem = os.path.splitext(os.path.basename(file))[0]
-        write_json(os.path.join(os.path.dirname(file), f"{name}{'' if stem == 'best' else f'-{stem}'}.json"), dict(
-            probe=name, checkpoint=file, step=state["step"], model=state["model_config"], settings=asdict(cfg),
+        run = load(file, cfg)
+        results[label] = probe.run(run, cfg)
+        folder, base = os.path.split(file)
+        stem = os.path.splitext(base)[0]
+        write_json(os.path.join(folder, f"{name}.json" if stem == "best" else f"{name}-{stem}.json"), dict(
+            probe=name, checkpoint=file, step=run.state["step"], model=run.state["model_config"], settings=asdict(cfg),
             results=results[label]))
-    for label, found in results.items():
-        if "layers" in found:
-            print(label)
-            print_table(found["layers"])
-            print()
-    summary = [dict(run=label) for label in results]
-    for row, found in zip(summary, results.values()):
-        for key, value in found.items():
-            if isinstance(value, (int, float)):
-                row[key] = value
-            elif name == "downstream":                          # {task: {metric: value}}
-                row.update({f"{key} {metric}": number for metric, number in value.items()})
-    if len(summary[0]) > 1:
-        print_table(summary)
+    print_results(results)
     if cfg.plot:
-        save_figure(draw(results), cfg.figure or os.path.join(os.path.dirname(files[0]), f"{name}.png"))
+        save_figure(probe.draw(results), cfg.figure or os.path.join(os.path.dirname(files[0]), f"{name}.png"))
 
 
 def main():
-    argv = sys.argv[1:]
-    known = [*PROBES, *OTHERS, *ALONE]
-    if not argv or argv[0] not in known:
-        if argv and argv[0] in ("-h", "--help"):
-            print(__doc__)
-            raise SystemExit(0)
-        die(f"{f'unknown probe {argv[0]}' if argv else 'no probe'}: name one of {', '.join(known)}")
-    name, *argv = argv
-    cfg = parse_args((PROBES | OTHERS | ALONE)[name][1], argv, configs=False)
-    paths = [word for key, word in split_args(argv) if key is None]
-    if name in ALONE:
-        if paths:
-            die(f"{name} reads no run: leave out {paths[0]}")
-        ALONE[name][0](cfg)
+    name, *argv = sys.argv[1:] or [None]
+    if name in ("-h", "--help"):
+        print(__doc__)
         return
-    if not paths:
+    if name not in PROBES:
+        die(f"{f'unknown probe {name}' if name else 'no probe'}: name one of {', '.join(PROBES)}")
+    probe = PROBES[name]
+    cfg = parse_args(probe.config, argv, configs=False)
+    words = [word for key, word in split_args(argv) if key is None]
+    if words and probe.reads == "nothing":
+        die(f"{name} reads no run: leave out {words[0]}")
+    if not words and probe.reads != "nothing":
         die(f"no run: python analyze.py {name} OUT_DIR ...")
-    if name in PROBES:
-        run_probe(name, paths, cfg)
+    if probe.reads == "checkpoints":
+        read_checkpoints(name, words, cfg)
+    elif probe.reads == "folders":
+        probe.run(words, cfg)
     else:
-        OTHERS[name][0](paths, cfg)
+        probe.run(cfg)
 
 
 if __name__ == "__main__":

@@ -1802,8 +1802,9 @@ def analyze_here(monkeypatch, args):
 
 
 def probed(model, dataset="text"):
-    """What a checkpoint of this model would hold for a probe."""
-    return dict(model_config=asdict(model.config), tokenizer="byte", config=dict(dataset=dataset), step=0)
+    """What a checkpoint of this model would be to a probe."""
+    state = dict(model_config=asdict(model.config), tokenizer="byte", config=dict(dataset=dataset), step=0)
+    return A.Run("run/best.pt", model, state)
 
 
 def test_randomized_singular_values_of_a_known_matrix():
@@ -1829,8 +1830,8 @@ def test_jacobian_probe_against_the_full_jacobian(template):
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.3)
     cfg = A.JacobianConfig(k=5, iterations=3, probes=8)
-    found = A.jacobian(model, probed(model), cfg)
-    idx = A.read_batches(model, probed(model), cfg, 1)[0][0]
+    found = A.jacobian(probed(model), cfg)
+    idx = A.read_batches(probed(model), cfg, 1)[0][0]
     assert idx.shape == (1, 6)
     seen = []
     for block in model.transformer.h:
@@ -1847,7 +1848,7 @@ def test_jacobian_probe_against_the_full_jacobian(template):
         assert abs(layer["stable_rank"] - stable) < 5 * layer["stable_rank_se"] + 1e-3 * stable
         persistence += math.log(S[4])
     assert found["persistence"] == pytest.approx(persistence, abs=5e-3)
-    exact = A.jacobian(model, probed(model), A.JacobianConfig(k=5, exact=True))
+    exact = A.jacobian(probed(model), A.JacobianConfig(k=5, exact=True))
     assert exact["layers"][1]["stable_rank"] == pytest.approx(stable, rel=1e-9)
 
 
@@ -1899,12 +1900,12 @@ def test_sharpness_slice_is_normalized():
     model = tiny("hb", vocab_size=320).double().eval().requires_grad_(False)
     model.fused_attention(False)
     cfg = A.SharpnessConfig(probes=1, iterations=1, points=5, batch_size=2, block_size=9)
-    found = A.sharpness(model, probed(model), cfg)
-    batch, = A.read_batches(model, probed(model), cfg, 1)
+    found = A.sharpness(probed(model), cfg)
+    batch, = A.read_batches(probed(model), cfg, 1)
     assert found["slice"]["steps"] == [-0.5, -0.25, 0, 0.25, 0.5] and found["parameters"] == model.num_params()
     assert found["slice"]["losses"][2] == pytest.approx(model(*batch)[1].item(), rel=1e-12)
     assert found["trace_per_parameter"] == found["trace"] / model.num_params()
-    a = A.sharpness(model, probed(model), cfg)
+    a = A.sharpness(probed(model), cfg)
     assert a == found                                           # seeded
 
 
@@ -1912,8 +1913,8 @@ def test_sharpness_slice_is_normalized():
 def test_entropy_of_uniform_and_of_explicit_attention(template):
     corpus()
     model = tiny(template, vocab_size=320, block_size=12).double().eval()
-    cfg, state = A.BatchConfig(batch_size=2, batches=2), probed(model)
-    found, idx = A.entropy(model, state, cfg), torch.cat([idx for idx, _ in A.read_batches(model, state, cfg, 2)])
+    cfg, run = A.BatchConfig(batch_size=2, batches=2), probed(model)
+    found, idx = A.entropy(run, cfg), torch.cat([idx for idx, _ in A.read_batches(run, cfg, 2)])
     block, seen = model.transformer.h[1], []
     block.attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model(idx)
@@ -1928,19 +1929,19 @@ def test_entropy_of_uniform_and_of_explicit_attention(template):
     assert [v for k, v in layer.items() if k.startswith("head_")] == pytest.approx(total[:len(layer) - 2], rel=1e-9)
     for block in model.transformer.h:
         torch.nn.init.zeros_(block.attn.c_attn.weight)
-    found = A.entropy(model, state, cfg)
+    found = A.entropy(run, cfg)
     uniform = sum(math.log(i) for i in range(1, 13)) / 12
     assert found["uniform"] == pytest.approx(uniform) == found["entropy"]
 
 
 def test_scalars_are_the_transformed_ones():
     model = tiny("tmm", "linear", n_layer=2)
-    layers = A.scalars(model, {}, None)["layers"]
+    layers = A.scalars(probed(model), None)["layers"]
     step = model.transformer.h[1].mlp_step
     assert layers[1]["mlp.mu"] == pytest.approx(sigmoid(step.mu_raw.item()))
     assert layers[1]["mlp.nu"] == pytest.approx(softplus(step.nu_raw.item()))
     assert layers[0]["attn.h"] == pytest.approx(softplus(model.transformer.h[0].attn.h_raw.item()))
-    names = set(A.scalars(tiny("presymp_ab2", lookahead=True), {}, None)["layers"][0])
+    names = set(A.scalars(probed(tiny("presymp_ab2", lookahead=True)), None)["layers"][0])
     assert names == {"layer", "mlp.mu", "mlp.gamma", "attn.h_x", "attn.h_y", "attn.damping_r", "attn.damping_m",
                      "attn.mu"}
 
@@ -2288,7 +2289,7 @@ def test_downstream_on_local_tasks(local_tasks, monkeypatch):
         return max(range(3), key=lambda i: values[i] / (len(row["c"][i]) if norm else 1)) == row["a"]
 
     model.next_tokens = lambda idx, *_: (torch.full((len(idx), 1), t) for t in b" yes.!")
-    found = A.downstream(model, dict(tokenizer="byte"), cfg)
+    found = A.downstream(probed(model), cfg)
     assert set(found) == {"mc", "gen", "roll"}
     assert all(type(value) is float for row in found.values() for value in row.values())
     acc, norm = (np.mean([pick(row, norm) for row in QUESTIONS]) for norm in (False, True))
@@ -2300,7 +2301,7 @@ def test_downstream_on_local_tasks(local_tasks, monkeypatch):
     assert found["roll"]["bits_per_byte"] == pytest.approx(-nats / sum(map(len, texts)) / math.log(2), rel=1e-5)
     for shots, limit in ((3, None), (1, 3), (0, 1)):
         cfg = A.DownstreamConfig(tasks="mc", num_fewshot=shots, limit=limit, include_path="tasks")
-        found = A.downstream(model, dict(tokenizer="byte"), cfg)["mc"]
+        found = A.downstream(probed(model), cfg)["mc"]
         for metric, norm in (("acc", False), ("acc_norm", True)):
             assert found[metric] == np.mean([pick(row, norm, QUESTIONS[:shots]) for row in QUESTIONS[:limit]])
 
@@ -2313,16 +2314,16 @@ def test_the_papers_number_of_examples(monkeypatch):
     monkeypatch.setattr(A, "task_manager", lambda path: types.SimpleNamespace(all_tasks=tasks))
     monkeypatch.setattr(lm_eval.evaluator, "simple_evaluate", lambda harness, tasks, num_fewshot, **_: (
         seen.append((*tasks, num_fewshot)) or dict(results={})))
-    model, state = sharp(), dict(tokenizer="byte")
-    A.downstream(model, state, A.DownstreamConfig())
-    A.downstream(model, state, A.DownstreamConfig(tasks="piqa"))
-    A.downstream(model, state, A.DownstreamConfig(tasks="arc_easy,piqa", num_fewshot=0))
+    run = probed(sharp())
+    A.downstream(run, A.DownstreamConfig())
+    A.downstream(run, A.DownstreamConfig(tasks="piqa"))
+    A.downstream(run, A.DownstreamConfig(tasks="arc_easy,piqa", num_fewshot=0))
     assert seen == [("hellaswag", 10), ("arc_easy", 25), ("piqa", None), ("arc_easy", 0), ("piqa", 0)]
 
 
 def test_downstream_without_the_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    for call in (lambda: A.downstream(sharp(), dict(tokenizer="byte"), A.DownstreamConfig()),
+    for call in (lambda: A.downstream(probed(sharp()), A.DownstreamConfig()),
                  lambda: A.harness_model(sharp(), LATIN, 1)):
         with pytest.raises(SystemExit) as e:
             call()
@@ -2338,7 +2339,7 @@ def test_downstream_errors(local_tasks, capsys, settings, message):
     gone = (local_tasks / "mc.yaml").read_text().replace("task: mc", "task: gone").replace("questions", "gone")
     (local_tasks / "gone.yaml").write_text(gone)
     with pytest.raises(SystemExit) as e:
-        A.downstream(sharp(), dict(tokenizer="byte"), A.DownstreamConfig(**{**dict(include_path="tasks"), **settings}))
+        A.downstream(probed(sharp()), A.DownstreamConfig(**{**dict(include_path="tasks"), **settings}))
     err = capsys.readouterr().err.splitlines()
     assert e.value.code == 2 and err[-1].startswith(message) and "Traceback" not in err
 
