@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import NamedTuple, Optional
 
+import pandas
 import torch
 from torch.func import functional_call, grad, jacrev, jvp, vjp
 from torch.nn.utils.rnn import pad_sequence
@@ -122,9 +123,29 @@ def read_batches(run, cfg, batches):
     return [val.batch(i, cfg.batch_size, run.device) for i in range(0, count, cfg.batch_size)]
 
 
-def progress(n, what):
-    """range(n) with a progress bar on a terminal."""
-    return tqdm(range(n), desc=what, leave=False, disable=None)
+def inputs(model, modules, idx):
+    """[args]: what each of the modules, named in their order in the model, reads when the model reads idx."""
+    seen = []
+    hooks = [module.register_forward_pre_hook(lambda module, args: seen.append(args)) for module in modules]
+    with torch.no_grad():
+        model.features(idx)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def comma_separated(text):
+    return [name.strip() for name in text.split(",")]
+
+
+def progress(items, what):
+    """The items, with a progress bar on a terminal."""
+    return tqdm(items, desc=what, leave=False, disable=None)
+
+
+def rademacher(like, generator):
+    """Random signs in the shape of a tensor."""
+    return torch.randint(2, like.shape, generator=generator).to(like) * 2 - 1
 
 
 def mean_se(values):
@@ -134,14 +155,11 @@ def mean_se(values):
 
 
 def print_table(rows):
-    """[{column: value}] as aligned text, in the order of first appearance."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cell = lambda v: f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v)
-    table = [columns] + [[cell(row.get(key)) for key in columns] for row in rows]
-    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-    for line in table:
-        print("  ".join(text.rjust(width) if i else text.ljust(width)
-                        for i, (text, width) in enumerate(zip(line, widths))).rstrip())
+    """[{column: value}] as aligned text. The first column is made the index, which pandas aligns on the left."""
+    cell = lambda v: f"{v:.4g}" if isinstance(v, float) else v
+    table = pandas.DataFrame([{key: cell(v) for key, v in row.items()} for row in rows], dtype=object).fillna("")
+    first = table.columns[0]
+    print(table.set_index(first).rename_axis(index=None, columns=first).to_string())
 
 
 @contextmanager
@@ -156,14 +174,9 @@ def output(path):
 
 def write_json(path, content):
     """content as strict JSON, numbers that are not finite as null."""
-    def clean(v):
-        if isinstance(v, dict):
-            return {key: clean(u) for key, u in v.items()}
-        if isinstance(v, (list, tuple)):
-            return [clean(u) for u in v]
-        return None if isinstance(v, float) and not math.isfinite(v) else v
+    finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
     with output(path) as f:
-        f.write(json.dumps(clean(content), indent=1).encode())
+        f.write(json.dumps(finite, indent=1).encode())
 
 
 def pyplot():
@@ -193,6 +206,14 @@ def panels(*ylabels, xlabel="layer"):
     return figure, axes[0]
 
 
+def draw_bars(ylabel, heights, errors=None):
+    """For each name in {run: {name: height}} a bar of each run, with its error if {run: {name: error}} is given."""
+    figure, (ax,) = panels(ylabel, xlabel="")
+    pandas.DataFrame(heights).plot.bar(ax=ax, yerr=errors and pandas.DataFrame(errors), width=0.8, rot=0, legend=False)
+    figure.legend(loc="outside upper center", ncols=6, fontsize="small")
+    return figure
+
+
 def save_figure(figure, path):
     with output(path) as f:
         figure.savefig(f, format="png", dpi=100, bbox_inches="tight")
@@ -212,18 +233,6 @@ class JacobianConfig(DataConfig):
     exact: bool = setting(False, "form the whole Jacobian (small models)")
 
 
-def block_inputs(model, idx):
-    """[(block, x, s)]: what each block reads."""
-    seen = []
-    hooks = [block.register_forward_pre_hook(lambda block, args: seen.append((block, *args)))
-             for block in model.transformer.h]
-    with torch.no_grad():
-        model.features(idx)
-    for hook in hooks:
-        hook.remove()
-    return seen
-
-
 def top_singular_values(f, x, k, iterations, generator, what=""):
     """(values, basis, images): the k largest singular values of f's Jacobian J at x, from below, by a randomized block
     Krylov method with JVPs and VJPs, which also separates clustered ones (Musco, Musco, arXiv 1504.05477); its
@@ -234,7 +243,7 @@ def top_singular_values(f, x, k, iterations, generator, what=""):
     Jt = lambda V: torch.stack([pullback(v.view_as(x))[0].flatten() for v in V.T], dim=1)
     Q = torch.randn(x.numel(), min(k + 10, x.numel()), dtype=torch.float64, generator=generator).to(x)
     basis, images = Q[:, :0], Q[:, :0]                          # orthonormal, and J^T of it
-    for _ in progress(iterations + 1, what):
+    for _ in progress(range(iterations + 1), what):
         Q = J(Q)[:, :x.numel() - basis.size(1)]
         for _ in range(2):                                      # the second time against rounding
             Q = torch.linalg.qr(Q - basis @ (basis.T @ Q)).Q
@@ -246,30 +255,34 @@ def top_singular_values(f, x, k, iterations, generator, what=""):
     return torch.linalg.svdvals(images)[:k], basis, images
 
 
+def squared_norm(f, x, basis, images, probes, generator):
+    """(|J|_F^2, its standard error): exactly within the basis, by Hutchinson's estimate outside of it."""
+    rest = []
+    for _ in range(probes):
+        Jz = jvp(f, (x,), (rademacher(x, generator),))[1].flatten()
+        rest.append(((Jz - basis @ (basis.T @ Jz)) ** 2).sum().item())
+    mean, se = mean_se(rest)
+    return (images ** 2).sum().item() + mean, se
+
+
 def jacobian(run, cfg):
     """For each block J = dX_{l+1}/dX_l, auxiliary streams held fixed [TMM, 5.3]."""
     (idx, _), = read_batches(run, cfg, 1)
-    generator = torch.Generator().manual_seed(cfg.seed)
+    blocks, generator = run.model.transformer.h, torch.Generator().manual_seed(cfg.seed)
     layers, spectra = [], []
-    for i, (block, x, s) in enumerate(block_inputs(run.model, idx)):
+    for i, (block, (x, s)) in enumerate(zip(blocks, inputs(run.model, blocks, idx))):
         if cfg.k > x.numel():
             die(f"k is {cfg.k}: a Jacobian of {x.numel()} rows has no more singular values than that")
         f = lambda x: block(x, s)[0]
         if cfg.exact:
             S = torch.linalg.svdvals(jacrev(f)(x).view(x.numel(), x.numel()))
-            frobenius, se, S = (S ** 2).sum().item(), 0.0, S[:cfg.k]
+            square, se, S = (S ** 2).sum().item(), 0.0, S[:cfg.k]
         else:
             S, basis, images = top_singular_values(f, x, cfg.k, cfg.iterations, generator, f"layer {i}")
-            rest = []                                           # |J|^2 outside of the basis, by Hutchinson
-            for _ in range(cfg.probes):
-                z = torch.randint(2, x.shape, generator=generator) * 2 - 1
-                Jz = jvp(f, (x,), (z.to(x),))[1].flatten()
-                rest.append(((Jz - basis @ (basis.T @ Jz)) ** 2).sum().item())
-            frobenius, se = mean_se(rest)
-            frobenius += (images ** 2).sum().item()
+            square, se = squared_norm(f, x, basis, images, cfg.probes, generator)
         S = S.tolist()
         layers.append(dict(layer=i, sigma_max=S[0], sigma_min_eff=S[-1], spread=S[0] / S[-1],
-                           stable_rank=frobenius / S[0] ** 2, stable_rank_se=se / S[0] ** 2))
+                           stable_rank=square / S[0] ** 2, stable_rank_se=se / S[0] ** 2))
         spectra.append(S)
     persistence = sum(math.log(layer["sigma_min_eff"]) for layer in layers)
     return dict(persistence=persistence, layers=layers, singular_values=spectra)
@@ -318,7 +331,7 @@ def dot(u, v):
 def top_eigenvalue(hvp, v, iterations, tolerance):
     """(the eigenvalue of largest magnitude with its sign, |H v - lambda v|, iterations), by power iteration from v."""
     value, Hv = math.inf, v
-    for i in progress(iterations, "power iteration"):
+    for i in progress(range(iterations), "power iteration"):
         norm = dot(Hv, Hv).sqrt()
         v = {name: t / norm for name, t in Hv.items()}
         Hv = hvp(v)
@@ -334,8 +347,8 @@ def top_eigenvalue(hvp, v, iterations, tolerance):
 def trace(hvp, params, probes, generator):
     """(estimate, standard error) of tr H by Hutchinson's Rademacher vectors."""
     values = []
-    for _ in progress(probes, "trace"):
-        z = {name: (torch.randint(2, t.shape, generator=generator) * 2 - 1).to(t) for name, t in params.items()}
+    for _ in progress(range(probes), "trace"):
+        z = {name: rademacher(t, generator) for name, t in params.items()}
         values.append(dot(z, hvp(z)).item())
     return mean_se(values)
 
@@ -356,8 +369,8 @@ def sharpness(run, cfg):
     d = {name: t * params[name].norm() / t.norm() for name, t in d.items()}
     steps = torch.linspace(-cfg.radius, cfg.radius, cfg.points, dtype=torch.float64).tolist()
     losses = []
-    for i in progress(cfg.points, "slice"):
-        moved = {name: t + steps[i] * d[name] for name, t in params.items()}
+    for step in progress(steps, "slice"):
+        moved = {name: t + step * d[name] for name, t in params.items()}
         losses.append(sum(loss(moved, *batch).item() for batch in batches) / len(batches))
     N = sum(t.numel() for t in params.values())
     return dict(lambda_max=value, residual=residual, iterations=iterations, trace=tr, trace_se=se,
@@ -395,26 +408,18 @@ def row_entropy(P):
 @torch.no_grad()
 def entropy(run, cfg):
     """Mean entropy in nats of the rows of each head's attention, over batches and tokens."""
-    model, attns = run.model, [block.attn for block in run.model.transformer.h]
+    attns, config = [block.attn for block in run.model.transformer.h], run.model.config
     if not isinstance(attns[0], (SoftmaxAttention, SoftmaxParticles)):
-        die(f"{run.file}: the attention is {model.config.attention}, only softmax has rows of weights")
-    sums = [0.0] * len(attns)
-    hooks = []
-    for i, attn in enumerate(attns):
-        def hook(attn, args, i=i):
-            sums[i] = sums[i] + row_entropy(attention_rows(attn, args[0])).mean(dim=(0, 2))
-        hooks.append(attn.register_forward_pre_hook(hook))
-    batches = read_batches(run, cfg, cfg.batches)
+        die(f"{run.file}: the attention is {config.attention}, only softmax has rows of weights")
+    batches, total = read_batches(run, cfg, cfg.batches), 0.0
     for idx, _ in batches:
-        model.features(idx)
-    for hook in hooks:
-        hook.remove()
-    heads = [(total / len(batches)).tolist() for total in sums]
-    T = batches[0][0].size(1)
-    uniform = sum(math.log(i) for i in range(1, T + 1)) / T
-    layers = [dict(layer=i, entropy=sum(row) / len(row), **{f"head_{h}": u for h, u in enumerate(row)})
+        total = total + torch.stack([row_entropy(attention_rows(attn, args[0])).mean(dim=(0, 2))
+                                     for attn, args in zip(attns, inputs(run.model, attns, idx))])
+    heads, T = (total / len(batches)).tolist(), batches[0][0].size(1)
+    layers = [dict(layer=i, entropy=statistics.mean(row), **{f"head_{h}": u for h, u in enumerate(row)})
               for i, row in enumerate(heads)]
-    return dict(entropy=sum(layer["entropy"] for layer in layers) / len(layers), uniform=uniform, layers=layers)
+    return dict(entropy=statistics.mean(layer["entropy"] for layer in layers),
+                uniform=math.lgamma(T + 1) / T, layers=layers)      # the mean of log 1 ... log T
 
 
 def draw_entropy(results):
@@ -486,7 +491,7 @@ def loss_on(run, cfg, dataset):
 
 def corpora(run, cfg):
     """Zero-shot loss and perplexity on other corpora [TMM, 6], over the whole batches that their val.bin has."""
-    names = [name.strip() for name in cfg.datasets.split(",") if name.strip()]
+    names = [name for name in comma_separated(cfg.datasets) if name]
     if not names:
         die(f"datasets is '{cfg.datasets}': name at least one")
     losses = {name: loss_on(run, cfg, name) for name in names}
@@ -495,15 +500,9 @@ def corpora(run, cfg):
 
 
 def draw_corpora(results):
-    names = [name for name in next(iter(results.values())) if not name.endswith(" ppl")]
-    figure, axes = panels("loss, nats per token", xlabel="")
-    for i, (run, r) in enumerate(results.items()):
-        at = [x + 0.8 * (i + 0.5) / len(results) - 0.4 for x in range(len(names))]
-        axes[0].bar(at, [r[name] for name in names], width=0.8 / len(results), label=run)
-    axes[0].set_xticks(range(len(names)), names)
-    low = min(r[name] for r in results.values() for name in names)
-    axes[0].set_ylim(bottom=0.9 * low)
-    figure.legend(loc="outside upper center", ncols=6, fontsize="small")
+    losses = {run: {name: loss for name, loss in r.items() if not name.endswith(" ppl")} for run, r in results.items()}
+    figure = draw_bars("loss, nats per token", losses)
+    figure.axes[0].set_ylim(bottom=0.9 * min(loss for row in losses.values() for loss in row.values()))
     return figure
 
 
@@ -679,7 +678,7 @@ def downstream(run, cfg):
     have its name after a comma. lm_eval sets the seeds of python, numpy and torch. Exits (2) for an unknown task, for
     data that cannot be had and for settings of generation that are not known here."""
     evaluate = import_harness().evaluator.simple_evaluate
-    names = [name.strip() for name in cfg.tasks.split(",")]
+    names = comma_separated(cfg.tasks)
     if cfg.include_path and not os.path.isdir(cfg.include_path):
         die(f"include_path is {cfg.include_path}: there is no such folder")
     manager = task_manager(cfg.include_path and os.path.abspath(cfg.include_path))
@@ -701,17 +700,12 @@ def downstream(run, cfg):
 
 
 def draw_downstream(results):
-    figure, axes = panels("accuracy (acc_norm where there is one), or the first metric", xlabel="")
-    tasks = list(next(iter(results.values())))
-    for i, (run, r) in enumerate(results.items()):
-        keys = ["acc_norm" if "acc_norm" in r[task] else next(iter(r[task]), "") for task in tasks]
-        at = [x + 0.8 * (i + 0.5) / len(results) - 0.4 for x in range(len(tasks))]
-        heights = [r[task].get(key, math.nan) for task, key in zip(tasks, keys)]
-        errors = [r[task].get(f"{key}_stderr", 0.0) for task, key in zip(tasks, keys)]
-        axes[0].bar(at, heights, width=0.8 / len(results), label=run, yerr=errors)
-    axes[0].set_xticks(range(len(tasks)), tasks)
-    axes[0].legend()
-    return figure
+    heights, errors = {}, {}
+    for run, r in results.items():
+        metric = {task: "acc_norm" if "acc_norm" in row else next(iter(row), "") for task, row in r.items()}
+        heights[run] = {task: row.get(metric[task], math.nan) for task, row in r.items()}
+        errors[run] = {task: row.get(f"{metric[task]}_stderr", 0.0) for task, row in r.items()}
+    return draw_bars("accuracy (acc_norm where there is one), or the first metric", heights, errors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -862,7 +856,7 @@ def speed(cfg):
         die(f"out is '{cfg.out}', a folder: name a file")
     if cfg.prompt > cfg.block_size:
         die(f"prompt is {cfg.prompt}: it must be at most block_size, {cfg.block_size}")
-    names = [name.strip() for name in cfg.templates.split(",")]
+    names = comma_separated(cfg.templates)
     rows = [dict(template=name) for name in names]
     if cfg.memory and (torch.cuda.is_available() or os.path.exists("/proc/self/status")):
         for row in rows:                                        # in processes of their own
@@ -877,7 +871,7 @@ def speed(cfg):
             stepper.timed(kind)                                 # compiles, allocates
         times, ratios = [[] for _ in names], [[] for _ in names]
         before = steppers[0].timed(kind)
-        for _ in progress(cfg.repeats, kind):
+        for _ in progress(range(cfg.repeats), kind):
             for i, stepper in enumerate(steppers):
                 times[i].append(stepper.timed(kind))
                 after = steppers[0].timed(kind)
