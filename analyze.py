@@ -155,11 +155,10 @@ def mean_se(values):
 
 
 def print_table(rows):
-    """[{column: value}] as aligned text. The first column is made the index, which pandas aligns on the left."""
+    """[{column: value}] as text, a column below its name, at least two spaces from the next name."""
     cell = lambda v: f"{v:.4g}" if isinstance(v, float) else v
     table = pandas.DataFrame([{key: cell(v) for key, v in row.items()} for row in rows], dtype=object).fillna("")
-    first = table.columns[0]
-    print(table.set_index(first).rename_axis(index=None, columns=first).to_string())
+    print(table.to_string(index=False, col_space=[len(key) + 1 for key in table]))
 
 
 @contextmanager
@@ -210,6 +209,7 @@ def draw_bars(ylabel, heights, errors=None):
     """For each name in {run: {name: height}} a bar of each run, with its error if {run: {name: error}} is given."""
     figure, (ax,) = panels(ylabel, xlabel="")
     pandas.DataFrame(heights).plot.bar(ax=ax, yerr=errors and pandas.DataFrame(errors), width=0.8, rot=0, legend=False)
+    ax.grid(alpha=0.3)                                          # which pandas turned off
     figure.legend(loc="outside upper center", ncols=6, fontsize="small")
     return figure
 
@@ -705,7 +705,7 @@ def draw_downstream(results):
         metric = {task: "acc_norm" if "acc_norm" in row else next(iter(row), "") for task, row in r.items()}
         heights[run] = {task: row.get(metric[task], math.nan) for task, row in r.items()}
         errors[run] = {task: row.get(f"{metric[task]}_stderr", 0.0) for task, row in r.items()}
-    return draw_bars("accuracy (acc_norm where there is one), or the first metric", heights, errors)
+    return draw_bars("acc_norm, else the first metric", heights, errors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
