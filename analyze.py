@@ -20,7 +20,6 @@ A run is a folder of train.py (its best.pt is read) or a checkpoint file. Severa
 writes PROBE.json beside each checkpoint and, but for --plot=false, a PNG (which needs matplotlib).
 """
 import functools
-import itertools
 import json
 import math
 import multiprocessing
@@ -37,6 +36,7 @@ from typing import NamedTuple, Optional
 
 import pandas
 import torch
+import torch.nn.functional as F
 from torch.func import functional_call, grad, jacrev, jvp, vjp
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -444,7 +444,7 @@ def scalars(run, cfg):
         for step in ("attn_step", "mlp_step"):
             row.update({f"{step[:-5]}.{name}": value.item() for name, value in getattr(block, step).scalars().items()})
         if hasattr(block.attn, "h_raw"):
-            row["attn.h"] = torch.nn.functional.softplus(block.attn.h_raw).item()
+            row["attn.h"] = F.softplus(block.attn.h_raw).item()
         layers.append(row)
     if len(layers[0]) == 1:
         die(f"{run.file}: a model of template {run.model.config.template} has no scalars")
@@ -567,6 +567,7 @@ def import_harness():
     try:
         import lm_eval.api.model
         import lm_eval.evaluator
+        import lm_eval.models.utils
         import lm_eval.tasks
     except ImportError:
         die("downstream needs the package lm_eval: pip install lm_eval")
@@ -580,95 +581,103 @@ def task_manager(include_path):
 
 
 def windows(context, continuation, size):
-    """(input ids, target ids) that score each id of the continuation once, after as much of what is before it as the
-    size allows. A continuation above the size takes several, cut as lm_eval cuts a rolling text."""
-    ids = context + continuation
-    for first in range(len(context), len(ids), size):
-        end = min(first + size, len(ids))
-        yield ids[max(0, end - 1 - size):end - 1], ids[first:end]
+    """[(context ids, continuation ids)], each of at most size + 1 ids, that score every id of the continuation once. Of
+    a context, which is not empty, the last ids are read. A continuation above the size is cut as lm_eval cuts a rolling
+    text, and reads the last id of the context only."""
+    if 0 < len(continuation) <= size:
+        return [(context[-(size + 1 - len(continuation)):], continuation)]
+    utils = import_harness().utils
+    return [utils.make_disjoint_window(w)
+            for w in utils.get_rolling_token_windows(continuation, context[-1], size, context_len=1)]
+
+
+@torch.no_grad()
+def score(model, pairs, batch_size):
+    """[(context ids, continuation ids)] -> [(log-likelihood in nats, whether greedy decoding says the same)]."""
+    config, device = model.config, next(model.parameters()).device
+    sums, greedy = [0.0] * len(pairs), [True] * len(pairs)
+    rows = [(i, *w) for i, pair in enumerate(pairs) for w in windows(*pair, config.block_size)]
+    rows.sort(key=lambda row: -len(row[1] + row[2]))            # batches of like lengths, the largest first
+    for k in progress(range(0, len(rows), batch_size), "likelihoods"):
+        batch = rows[k:k + batch_size]                          # padded on the right: a causal model looks to the left
+        idx = pad_sequence([torch.tensor((before + after)[:-1]) for _, before, after in batch], batch_first=True)
+        for x, (i, before, after) in zip(model.features(idx.to(device)), batch):
+            x, targets = x[len(before) - 1:][:len(after)], torch.tensor(after, device=device)
+            logits = model.lm_head(x)[:, :config.tokenizer_size].float()
+            sums[i] -= F.cross_entropy(logits, targets, reduction="sum").item()
+            greedy[i] &= (logits.argmax(-1) == targets).all().item()
+    return list(zip(sums, greedy))
+
+
+def write(model, tokenizer, idx, settings):
+    """Prompts (B, T) -> B texts, each of which ends before a string of until, before end-of-text or at max_gen_toks
+    tokens. do_sample alone means a temperature of 1."""
+    utils = import_harness().models.utils
+    given = {key: value for key, value in settings.items() if value is not None}
+    given = utils.normalize_gen_kwargs(dict(temperature=float(given.get("do_sample", False))) | given)
+    known = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
+    if unknown := [key for key in given if key not in known]:
+        die(f"generation with {', '.join(unknown)}: a task can set {', '.join(known)} here")
+    until, n, _, temperature, top_k, top_p = (given.get(key) for key in known)
+    stops = [tokenizer.decode([tokenizer.eot]).decode()] + [stop for stop in until if stop]
+    texts, ended = [b""] * len(idx), [False] * len(idx)         # bytes: a token may end within a character
+    for token in model.next_tokens(idx, n, temperature, top_k, top_p):
+        for b, t in enumerate(token[:, 0].tolist()):
+            if not ended[b]:
+                texts[b] += tokenizer.decode([t])
+                ended[b] = any(stop.encode() in texts[b] for stop in stops)
+        if all(ended):
+            break
+    return [utils.postprocess_generated_text(text.decode(errors="replace"), stops, None) for text in texts]
+
+
+def generate(model, tokenizer, prompts, batch_size):
+    """[(prompt ids, settings)] -> the text after each, in batches of one length and one settings: padding would be seen
+    here. A text that outgrows the window goes on as in GPT.generate."""
+    size, device = model.config.block_size, next(model.parameters()).device
+    order = import_harness().models.utils.Collator(
+        [(ids[-size:], settings) for ids, settings in prompts], sort_fn=lambda prompt: 0,       # in a batch: as they come
+        group_by="gen_kwargs", group_fn=lambda prompt: (len(prompt[0]), repr(prompt[1])))
+    texts = []
+    for batch in progress(list(order.get_batched(n=batch_size)), "texts"):
+        idx = torch.tensor([ids for ids, _ in batch], device=device)
+        texts += write(model, tokenizer, idx, batch[0][1])
+    return order.get_original(texts)
 
 
 def harness_model(model, tokenizer, batch_size):
     """A GPT as a model of lm_eval, in eval mode. Exits (2) if lm_eval is missing."""
-    encode, eot, size = lambda text: tokenizer.encode(text).tolist(), tokenizer.eot, model.config.tokenizer_size
-    window, device = model.config.block_size, next(model.parameters()).device
+    encode, eot = lambda text: tokenizer.encode(text).tolist(), tokenizer.eot
     model.eval()
 
-    class Harness(import_harness().api.model.LM):
-        """End-of-text stands before a text that nothing is before. Of a long context the last tokens are read."""
+    class Harness(import_harness().api.model.TemplateLM):
+        eot_token_id = eot
 
-        def loglikelihood(self, requests):
-            """(context, continuation) of each request -> (log-likelihood in nats, whether greedy decoding says it)."""
-            return self.score([self.pair(*r.args) for r in requests], "loglikelihood")
+        def tok_encode(self, string, **_):
+            return encode(string) or [eot]                      # something must stand before the first token
 
-        def loglikelihood_rolling(self, requests):
-            """(text,) of each request -> its log-likelihood in nats, window by window."""
-            return [total for total, _ in self.score([([eot], encode(*r.args)) for r in requests], "rolling")]
-
-        def pair(self, context, continuation):
-            """Ids of both, cut as lm_eval does: spaces that end the context count as the continuation's, whose ids are
-            those of the whole beyond as many as the context alone has. If there are none, because the continuation
-            merged into the context's last token, all of the whole that differs from the context counts."""
-            before, whole = encode(context.rstrip()), encode(context + continuation)
-            if len(whole) <= len(before):
+        def _encode_pair(self, context, continuation):
+            """lm_eval's cut but in two cases. Where it leaves nothing to score, because the continuation merged into
+            the context's last token ("Hello wor" + "ld"), all that differs from the context's own ids counts."""
+            if not context.strip():
+                return [eot], encode(context + continuation)
+            before, after = super()._encode_pair(context, continuation)
+            if not after:
+                whole = encode(context + continuation)
                 before = os.path.commonprefix([before, whole])
-            return before or [eot], whole[len(before):]
+                after = whole[len(before):]
+            return before or [eot], after
 
-        @torch.no_grad()
-        def score(self, pairs, name):
-            """[(context ids, continuation ids)], contexts not empty -> [(log-likelihood, is greedy)]."""
-            sums, greedy = [0.0] * len(pairs), [True] * len(pairs)
-            rows = [(i, *w) for i, p in enumerate(pairs) for w in windows(*p, window)]
-            rows.sort(key=lambda row: -len(row[1]))             # batches of like lengths, the largest first
-            for k in tqdm(range(0, len(rows), batch_size), desc=name, disable=None):
-                batch = rows[k:k + batch_size]                  # padded on the right: a causal model looks to the left
-                x = model.features(pad_sequence([torch.tensor(ids) for _, ids, _ in batch], True).to(device))
-                for x_i, (i, ids, targets) in zip(x, batch):
-                    logits = model.lm_head(x_i[len(ids) - len(targets):len(ids)])[:, :size].float()
-                    targets = torch.tensor(targets, device=device)
-                    sums[i] += logits.log_softmax(-1).gather(1, targets[:, None]).sum().item()
-                    greedy[i] &= (logits.argmax(-1) == targets).all().item()
-            return list(zip(sums, greedy))
+        def _loglikelihood_tokens(self, requests, **_):
+            return score(model, [pair for _, *pair in requests], batch_size)
 
-        def generate_until(self, requests):
-            """(context, settings) of each request -> the text after it, which ends before a string of until, before
-            end-of-text or at max_gen_toks tokens. A text that outgrows the window goes on as in GPT.generate."""
-            prompts = [(encode(r.args[0]) or [eot])[-window:] for r in requests]
-            texts = [""] * len(requests)
+        def loglikelihood_rolling(self, requests, **_):
+            pairs = [([eot], encode(*r.args)) for r in requests]
+            return [total for total, _ in score(model, pairs, batch_size)]
 
-            def like(i):                                        # padding would be seen here: only equal lengths batch
-                return -len(prompts[i]), repr(requests[i].args[1])
-
-            groups = [list(group) for _, group in itertools.groupby(sorted(range(len(texts)), key=like), like)]
-            batches = [group[k:k + batch_size] for group in groups for k in range(0, len(group), batch_size)]
-            for batch in tqdm(batches, desc="generate_until", disable=None):
-                idx = torch.tensor([prompts[i] for i in batch], device=device)
-                for i, text in zip(batch, self.write(idx, **requests[batch[0]].args[1])):
-                    texts[i] = text
-            return texts
-
-        def write(self, idx, until=(), max_gen_toks=256, do_sample=None, temperature=None, top_k=None, top_p=None,
-                  **others):
-            """Prompts (B, T) -> B texts. As in lm_eval, a temperature alone asks for sampling, do_sample alone for that
-            of 1, and neither, or do_sample=False, for the likeliest token."""
-            max_gen_toks = others.pop("max_new_tokens", max_gen_toks)
-            if others:
-                die(f"generation with {', '.join(others)}: a task can set until, max_gen_toks, do_sample, temperature, "
-                    "top_k and top_p here")
-            if temperature is None:
-                temperature = 1.0 if do_sample else 0.0
-            stops = [s.encode() for s in ([until] if isinstance(until, str) else until or ()) if s]
-            texts, ended = [b""] * len(idx), [False] * len(idx)
-            for token in model.next_tokens(idx, max_gen_toks, 0.0 if do_sample is False else temperature, top_k, top_p):
-                for b, t in enumerate(token[:, 0].tolist()):
-                    if not ended[b]:
-                        texts[b] += b"" if t == eot else tokenizer.decode([t])
-                        ended[b] = t == eot or any(stop in texts[b] for stop in stops)
-                if all(ended):
-                    break
-            for stop in stops:
-                texts = [text.partition(stop)[0] for text in texts]
-            return [text.decode(errors="replace") for text in texts]
+        def generate_until(self, requests, **_):
+            prompts = [(self.tok_encode(context), settings) for context, settings in (r.args for r in requests)]
+            return generate(model, tokenizer, prompts, batch_size)
 
     return Harness()
 
