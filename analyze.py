@@ -636,8 +636,8 @@ def generate(model, tokenizer, prompts, batch_size):
     here. A text that outgrows the window goes on as in GPT.generate."""
     size, device = model.config.block_size, next(model.parameters()).device
     order = import_harness().models.utils.Collator(
-        [(ids[-size:], settings) for ids, settings in prompts], sort_fn=lambda prompt: 0,       # in a batch: as they come
-        group_by="gen_kwargs", group_fn=lambda prompt: (len(prompt[0]), repr(prompt[1])))
+        [(ids[-size:], settings) for ids, settings in prompts], group_by="gen_kwargs",
+        group_fn=lambda prompt: (len(prompt[0]), repr(prompt[1])), sort_fn=lambda prompt: 0)    # no order within
     texts = []
     for batch in progress(list(order.get_batched(n=batch_size)), "texts"):
         idx = torch.tensor([ids for ids, _ in batch], device=device)
@@ -727,52 +727,40 @@ class CurvesConfig(Settings):
 
 
 def read_metrics(folder):
-    """The rows of a run's metrics.jsonl. Exits (2) if it has none."""
+    """A run's metrics.jsonl as a table, steps by train_loss, val_loss and lr.GROUP. Exits (2) if it has none."""
     path = os.path.join(folder, "metrics.jsonl")
     try:
         with open(path, encoding="utf-8") as f:
-            rows = [json.loads(line) for line in f if line.endswith("\n")]
-        if not all(isinstance(row["step"], int) for row in rows) or not rows:
-            raise ValueError("it holds no steps")
-        for row in rows:
-            if not all(v is None or isinstance(v, Real) for v in
-                       (row.get("train_loss"), row.get("val_loss"), *row.get("lr", {}).values())):
-                raise ValueError(f"at step {row['step']} a loss or rate is no number")
-        return rows
+            table = pandas.json_normalize([json.loads(line) for line in f if line.endswith("\n")]).set_index("step")
+        if "lr" in table:
+            raise ValueError("lr is not {group: rate}")
+        rates = [key for key in table if key.startswith("lr.")]
+        return table.reindex(columns=["train_loss", "val_loss", *rates]).astype(float)
     except FileNotFoundError:
         die(f"no {path}: name the out_dir of a run of train.py")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        die(f"{path} is not a log of train.py ({e}): name the out_dir of a run")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as e:
+        die(f"{path} is not a log of train.py ({reason(e)}): name the out_dir of a run")
 
 
 def curves(folders, cfg):
     """Loss curves of several runs, and below them the schedule of their rates, to one PNG."""
-    plt = pyplot()
-    runs = {folder: read_metrics(folder) for folder in folders}
+    plt, tables = pyplot(), {folder: read_metrics(folder) for folder in folders}
     figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained")
-    styles, labelled = dict(matrices="-", embeddings="--", norms=":", scalars="-."), set()
-    for i, (folder, rows) in enumerate(runs.items()):
-        color = f"C{i % 10}"
-        training, val = ([(row["step"], row[key]) for row in rows if row.get(key) is not None]
-                         for key in ("train_loss", "val_loss"))
-        name = os.path.basename(os.path.normpath(folder))
-        best = f", best {min(loss for _, loss in val):.4f}" if val else ""
-        top.plot(*zip(*training), color=color, alpha=0.35, linewidth=1) if training else None
-        top.plot(*zip(*val), "o-", color=color, markersize=3, label=f"{name}{best}") if val else None
-        rates = {}                                              # group: [(step, rate)]
-        for row in rows:
-            for group, rate in row.get("lr", {}).items():
-                rates.setdefault(group, []).append((row["step"], rate))
-        for group in rates:
-            bottom.plot(*zip(*rates[group]), styles.get(group, "-"), color=color, linewidth=1,
-                        label=None if group in labelled else group)
-            labelled.add(group)
-    top.set(ylabel="loss, nats per token")
+    label_axes(top, "loss, nats per token", xlabel="")
+    label_axes(bottom, "rate", xlabel="step")
+    styles, groups = dict(matrices="-", embeddings="--", norms=":", scalars="-."), {}
+    for i, (folder, table) in enumerate(tables.items()):
+        name, color = os.path.basename(os.path.normpath(folder)), f"C{i % 10}"
+        top.plot(table["train_loss"].dropna(), color=color, alpha=0.35, linewidth=1)
+        best = table["val_loss"].min()
+        top.plot(table["val_loss"].dropna(), "o-", color=color, markersize=3, label=f"{name}, best {best:.4f}")
+        for key, rates in table.filter(like="lr.").items():
+            group = key.removeprefix("lr.")
+            line, = bottom.plot(rates.dropna(), styles.get(group, "-"), color=color, linewidth=1)
+            groups.setdefault(group, line)
     top.legend(title="validation (train: pale)")
-    bottom.set(xlabel="step", ylabel="rate", yscale="log")
-    bottom.legend(ncols=4, fontsize="small")
-    for ax in (top, bottom):
-        ax.grid(alpha=0.3)
+    bottom.set_yscale("log")
+    bottom.legend(groups.values(), groups, ncols=4, fontsize="small")
     save_figure(figure, cfg.out)
 
 
@@ -818,12 +806,11 @@ class Stepper:
 
     def timed(self, kind):
         """Seconds of self.train() or self.sample()."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait = (lambda: None) if self.device.type == "cpu" else torch.accelerator.synchronize
+        wait()
         began = time.perf_counter()
         getattr(self, kind)()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait()
         return time.perf_counter() - began
 
     def train(self):
@@ -839,6 +826,12 @@ class Stepper:
             self.model.generate(prompt, self.cfg.sample_tokens, temperature=0)
 
 
+def resident(key):
+    """MiB of memory that Linux counts for this process: VmRSS now, VmHWM at most so far."""
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) / 1024 for line in f if line.startswith(key))
+
+
 def peak_memory(template, cfg):
     """MiB that a training step adds to a fresh process (CPU: its resident memory, CUDA: its allocations)."""
     stepper = Stepper(template, cfg)
@@ -847,11 +840,6 @@ def peak_memory(template, cfg):
         torch.cuda.reset_peak_memory_stats()
         stepper.train()
         return (torch.cuda.max_memory_allocated() - base) / 2 ** 20
-
-    def resident(key):                                          # VmRSS: now, VmHWM: at most so far
-        with open("/proc/self/status") as f:
-            return next(int(line.split()[1]) / 1024 for line in f if line.startswith(key))
-
     whole, stepper.idx = stepper.idx, stepper.idx[:1, :8]
     stepper.train()                                             # what libraries allocate once
     base, stepper.idx = resident("VmRSS"), whole
@@ -859,37 +847,37 @@ def peak_memory(template, cfg):
     return resident("VmHWM") - base
 
 
+def interleaved(steppers, kind, repeats):
+    """(seconds, ratios) of each: the first one runs before and after every other, ratios are to the mean of the two."""
+    for stepper in steppers:
+        stepper.timed(kind)                                     # compiles, allocates
+    found, before = [([], []) for _ in steppers], steppers[0].timed(kind)
+    for _ in progress(range(repeats), kind):
+        for stepper, (times, ratios) in zip(steppers, found):
+            times.append(stepper.timed(kind))
+            after = steppers[0].timed(kind)
+            ratios.append(2 * times[-1] / (before + after))
+            before = after
+    return found
+
+
 def speed(cfg):
-    """Interleaved: runs of the first before and after each of another, medians of the ratio to these two's mean."""
+    """Time of training and sampling, memory of training, for each template: medians over the repeats."""
     if os.path.isdir(cfg.out or "."):
         die(f"out is '{cfg.out}', a folder: name a file")
     if cfg.prompt > cfg.block_size:
         die(f"prompt is {cfg.prompt}: it must be at most block_size, {cfg.block_size}")
-    names = comma_separated(cfg.templates)
-    rows = [dict(template=name) for name in names]
+    rows = [dict(template=name) for name in comma_separated(cfg.templates)]
     if cfg.memory and (torch.cuda.is_available() or os.path.exists("/proc/self/status")):
         for row in rows:                                        # in processes of their own
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 row["memory_MiB"] = round(pool.submit(peak_memory, row["template"], cfg).result(), 1)
-    steppers = [Stepper(name, cfg) for name in names]
-    kinds = {"train": cfg.batch_size * cfg.block_size}          # method of Stepper: its tokens
-    if cfg.sample_tokens:
-        kinds["sample"] = cfg.sample_batch * cfg.sample_tokens
-    for kind, tokens in kinds.items():
-        for stepper in steppers:
-            stepper.timed(kind)                                 # compiles, allocates
-        times, ratios = [[] for _ in names], [[] for _ in names]
-        before = steppers[0].timed(kind)
-        for _ in progress(range(cfg.repeats), kind):
-            for i, stepper in enumerate(steppers):
-                times[i].append(stepper.timed(kind))
-                after = steppers[0].timed(kind)
-                ratios[i].append(2 * times[i][-1] / (before + after))
-                before = after
-        for row, t, r in zip(rows, times, ratios):
-            row[f"{kind}_ms"] = round(1e3 * statistics.median(t), 3)
-            row[f"{kind}_tokens_per_second"] = round(tokens / statistics.median(t), 1)
-            row[f"{kind}_ratio"] = round(statistics.median(r), 3)
+    steppers = [Stepper(row["template"], cfg) for row in rows]
+    for kind, tokens in (("train", cfg.batch_size * cfg.block_size), ("sample", cfg.sample_batch * cfg.sample_tokens)):
+        for row, (times, ratios) in zip(rows, interleaved(steppers, kind, cfg.repeats) if tokens else ()):
+            seconds = statistics.median(times)
+            row.update({f"{kind}_ms": round(1e3 * seconds, 3), f"{kind}_tokens_per_second": round(tokens / seconds, 1),
+                        f"{kind}_ratio": round(statistics.median(ratios), 3)})
     print(f"{steppers[0].device}, {torch.get_num_threads()} threads, {cfg.dtype}, "
           f"{'compiled' if cfg.compile else 'eager'}; {cfg.attention} attention, {cfg.n_layer} layers, "
           f"{cfg.n_head} heads, {cfg.n_embd} channels, {cfg.batch_size} x {cfg.block_size} tokens"
@@ -918,34 +906,36 @@ class DynamicsConfig(Settings):
     out: str = setting("dynamics", "files: .json and .png")
 
 
-def contraction_rates(kappa):
-    """[row]: for the energy sum_i lambda_i x_i^2 / 2 with lambda from 1 to kappa, the factor by which a layer of a
-    template without LayerNorm shrinks the state (the spectral radius of its Jacobian) and the known rate. Scalars are
-    the best ones; yurii's and tmm's best look-ahead mu on a quadratic is none, which makes them heavy ball."""
-    k, c = math.sqrt(kappa), math.sqrt(3 * kappa + 1)
-    fast = dict(beta=((k - 1) / (k + 1)) ** 2, gamma=4 / (k + 1) ** 2)
-    cases = [  # template, scalars, rate; the oracle is -gradient, for vanilla times its best step 2 / (kappa + 1)
-        ("vanilla", {}, (kappa - 1) / (kappa + 1), "(kappa - 1) / (kappa + 1)"),
-        ("hb", fast, (k - 1) / (k + 1), "(sqrt kappa - 1) / (sqrt kappa + 1)"),
-        ("yurii", dict(fast, mu=0.0), (k - 1) / (k + 1), "(sqrt kappa - 1) / (sqrt kappa + 1), mu = 0"),
-        ("yurii", dict(mu=(c - 2) / (c + 2), beta=(c - 2) / (c + 2), gamma=4 / c ** 2), 1 - 2 / c,
-         "1 - 2 / sqrt(3 kappa + 1), Nesterov's mu = beta"),
-        ("tmm", dict(fast, mu=0.0, nu=2.0, gamma=fast["gamma"] / 2), (k - 1) / (k + 1),
-         "(sqrt kappa - 1) / (sqrt kappa + 1), mu = 0")]
+def contraction(template, kappa, scalars):
+    """The factor by which a layer of a template without LayerNorm shrinks its state (the spectral radius of its
+    Jacobian) for the energy sum_i lambda_i x_i^2 / 2 with lambda from 1 to kappa. The oracle is -gradient, for vanilla
+    times its best step 2 / (kappa + 1)."""
+    size = 2 / (kappa + 1) if template == "vanilla" else 1.0
     values = torch.logspace(0, math.log10(kappa), 9, dtype=torch.float64)
-    rows = []
-    for template, scalars, rate, formula in cases:
-        size = 2 / (kappa + 1) if template == "vanilla" else 1.0
-        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+    scalars = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+    step, streams, _ = TEMPLATES[template]
+    layer = lambda state: torch.cat(step(lambda u: -size * values * u, lambda u: u, 1, *state.split(1), **scalars))
+    state = torch.zeros(1 + len(streams), 9, dtype=torch.float64)       # rows: x, the streams
+    J = jacrev(layer)(state).reshape(state.numel(), state.numel())
+    return torch.linalg.eigvals(J).abs().max().item()
 
-        def layer(state):
-            x, s = state[:1], [] if template == "vanilla" else [state[1:]]
-            return torch.cat(TEMPLATES[template].step(lambda u: -size * values * u, lambda u: u, 1, x, *s, **numbers))
-        state = torch.zeros(1 if template == "vanilla" else 2, 9, dtype=torch.float64)
-        J = jacrev(layer)(state).reshape(state.numel(), state.numel())
-        rows.append(dict(template=template, measured=torch.linalg.eigvals(J).abs().max().item(), rate=rate,
-                         formula=formula))
-    return rows
+
+def contraction_rates(kappa):
+    """[row]: the measured contraction of a template and the known rate. Scalars are the best ones; yurii's and tmm's
+    best look-ahead mu on a quadratic is none, which makes them heavy ball."""
+    k, c = math.sqrt(kappa), math.sqrt(3 * kappa + 1)
+    momentum, gamma = ((k - 1) / (k + 1)) ** 2, 4 / (k + 1) ** 2
+    fast, nesterov = (k - 1) / (k + 1), (c - 2) / (c + 2)
+    cases = [  # template, scalars, rate
+        ("vanilla", {}, (kappa - 1) / (kappa + 1), "(kappa - 1) / (kappa + 1)"),
+        ("hb", dict(beta=momentum, gamma=gamma), fast, "(sqrt kappa - 1) / (sqrt kappa + 1)"),
+        ("yurii", dict(beta=momentum, gamma=gamma, mu=0.0), fast, "(sqrt kappa - 1) / (sqrt kappa + 1), mu = 0"),
+        ("yurii", dict(beta=nesterov, gamma=4 / c ** 2, mu=nesterov), 1 - 2 / c,
+         "1 - 2 / sqrt(3 kappa + 1), Nesterov's mu = beta"),
+        ("tmm", dict(beta=momentum, gamma=gamma / 2, mu=0.0, nu=2.0), fast,
+         "(sqrt kappa - 1) / (sqrt kappa + 1), mu = 0")]
+    return [dict(template=template, measured=contraction(template, kappa, scalars), rate=rate, formula=formula)
+            for template, scalars, rate, formula in cases]
 
 
 def sphere(X):
@@ -953,43 +943,67 @@ def sphere(X):
 
 
 @torch.no_grad()
-def particle_energies(cfg):
-    """{integrator or 'first order': energies, one more than steps}: unmasked particles, from rest, on the sphere of
-    radius sqrt(dim), to which positions return after each step, and momenta to its tangents. Energy: softmax
-    -(1/2n^2) sum_ij exp(x_i^T A x_j) with A = I / dim, linear -(1/2n) sum_i x_i^T V x_i, V = diag(1 .. dim) / dim.
-    First order: X' = X + h G(0)."""
-    config = GPTConfig(template="presymp_euler", attention=cfg.kernel, n_embd=cfg.dim, n_head=1,
-                       **dict(symp_force="hamiltonian", symp_b="identity") if cfg.kernel == "softmax" else {})
+def particles(cfg):
+    """(attention without a mask, the energy of positions X): with softmax -(1/2n^2) sum_ij exp(x_i^T A x_j), A = I /
+    dim, with linear -(1/2n) sum_i x_i^T V x_i, V = diag(1 .. dim) / dim."""
+    softmax = cfg.kernel == "softmax"
+    options = dict(symp_force="hamiltonian", symp_b="identity") if softmax else {}
+    config = GPTConfig(template="presymp_euler", attention=cfg.kernel, n_embd=cfg.dim, n_head=1, **options)
     attn = PARTICLES[cfg.kernel](config, with_force=True).double()
     attn.causal = False
     I = torch.eye(cfg.dim, dtype=torch.float64)
     V = torch.diag(torch.arange(1, cfg.dim + 1, dtype=torch.float64) / cfg.dim)
-    if cfg.kernel == "softmax":
+    if softmax:
         attn.c_attn.weight.copy_(torch.cat([I / math.sqrt(cfg.dim), I]))      # times the scale 1 / sqrt(dim)
-        energy = lambda X: -torch.exp(X @ X.mT / cfg.dim).mean().item() / 2
-    else:
-        attn.c_a.weight.copy_(I / cfg.dim)
-        attn.c_v.weight.copy_(V)
-        energy = lambda X: -(X @ V * X).sum(-1).mean().item() / 2
-    X0 = sphere(torch.randn(1, cfg.particles, cfg.dim, dtype=torch.float64,
-                            generator=torch.Generator().manual_seed(cfg.seed)))
-    h, damping = torch.tensor(cfg.h, dtype=torch.float64), dict(damping_r=torch.tensor(cfg.r).double(),
-                                                                damping_m=torch.tensor(cfg.m).double())
-    energies = {}
-    for name in ("first order", *INTEGRATORS):
-        X, Y, t, past, kept = X0, torch.zeros_like(X0), torch.tensor(1.0).double(), None, [energy(X0)]
-        for _ in range(cfg.steps):
-            velocity, force = attn(X)
-            if name == "first order":
-                v = force(Y)                                    # at Y = 0
-            else:
-                c = dict(a=1 - h * (cfg.r / t + cfg.m)) if name == "plain_euler" else damping
-                v, Y, past = INTEGRATORS[name].step(velocity, force, Y, t, past, h, h, **c)
-            X, t = sphere(X + h * v), t + h
-            Y = Y - X * (X * Y).mean(-1, keepdim=True)
-            kept.append(energy(X))
-        energies[name] = kept
+        return attn, lambda X: -torch.exp(X @ X.mT / cfg.dim).mean().item() / 2
+    attn.c_a.weight.copy_(I / cfg.dim)
+    attn.c_v.weight.copy_(V)
+    return attn, lambda X: -(X @ V * X).sum(-1).mean().item() / 2
+
+
+@torch.no_grad()
+def descent(name, attn, energy, X, cfg):
+    """The energies, one more than steps, of particles from rest at X under an integrator, or for "first order" under
+    X' = X + h G(0). Positions return to the sphere after each step, and momenta to its tangents."""
+    h, r, m, t = (torch.tensor(value, dtype=torch.float64) for value in (cfg.h, cfg.r, cfg.m, 1.0))
+    Y, past, energies = torch.zeros_like(X), None, [energy(X)]
+    for _ in range(cfg.steps):
+        velocity, force = attn(X)
+        if name == "first order":
+            v = force(Y)                                        # at Y = 0
+        else:
+            damping = dict(a=1 - h * (r / t + m)) if name == "plain_euler" else dict(damping_r=r, damping_m=m)
+            v, Y, past = INTEGRATORS[name].step(velocity, force, Y, t, past, h, h, **damping)
+        X, t = sphere(X + h * v), t + h
+        Y = Y - X * (X * Y).mean(-1, keepdim=True)
+        energies.append(energy(X))
     return energies
+
+
+def particle_energies(cfg):
+    """{integrator or 'first order': energies} of particles that begin at random on the sphere of radius sqrt(dim)."""
+    generator, (attn, energy) = torch.Generator().manual_seed(cfg.seed), particles(cfg)
+    X = sphere(torch.randn(1, cfg.particles, cfg.dim, dtype=torch.float64, generator=generator))
+    return {name: descent(name, attn, energy, X, cfg) for name in ("first order", *INTEGRATORS)}
+
+
+def draw_dynamics(rates, energies, cfg):
+    figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(15, 4), layout="constrained")
+    label_axes(left, f"measured rate ^ layer, condition number {cfg.kappa:g}")
+    label_axes(middle, f"energy of {cfg.particles} particles, {cfg.kernel} kernel", "time")
+    label_axes(right, "energy", "evaluations of the velocity (first order: of the force)")
+    left.set_yscale("log")
+    for row in rates:
+        label = f"{row['template']}: {row['measured']:.4f} = {row['formula']}"
+        dashed = row["template"] in ("yurii", "tmm")            # with mu = 0 they lie on hb's line
+        left.plot([row["measured"] ** k for k in range(100)], "--" if dashed else "-", label=label)
+    for name, e in energies.items():
+        middle.plot([i * cfg.h for i in range(len(e))], e, label=name)
+        calls = 2 if name == "conformal_euler" and cfg.kernel == "softmax" else 1
+        right.plot([i * calls for i in range(len(e))], e, label=name)
+    for ax in (left, middle, right):
+        ax.legend(fontsize="x-small")
+    return figure
 
 
 def dynamics(cfg):
@@ -1001,22 +1015,7 @@ def dynamics(cfg):
     print_table([dict(dynamics=name, **{f"energy after {n}": e[n] for n in marks}) for name, e in energies.items()])
     write_json(f"{cfg.out}.json", dict(probe="dynamics", settings=asdict(cfg), rates=rates, energies=energies))
     if cfg.plot:
-        figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(15, 4), layout="constrained")
-        for row in rates:
-            label = f"{row['template']}: {row['measured']:.4f} = {row['formula']}"
-            dashed = row["template"] in ("yurii", "tmm")        # with mu = 0 they lie on hb's line
-            left.plot([row["measured"] ** k for k in range(100)], "--" if dashed else "-", label=label)
-        left.set(xlabel="layer", ylabel=f"measured rate ^ layer, condition number {cfg.kappa:g}", yscale="log")
-        for name, e in energies.items():
-            middle.plot([i * cfg.h for i in range(len(e))], e, label=name)
-            calls = 2 if name == "conformal_euler" and cfg.kernel == "softmax" else 1
-            right.plot([i * calls for i in range(len(e))], e, label=name)
-        middle.set(xlabel="time", ylabel=f"energy of {cfg.particles} particles, {cfg.kernel} kernel")
-        right.set(xlabel="evaluations of the velocity (first order: of the force)", ylabel="energy")
-        for ax in (left, middle, right):
-            ax.grid(alpha=0.3)
-            ax.legend(fontsize="x-small")
-        save_figure(figure, f"{cfg.out}.png")
+        save_figure(draw_dynamics(rates, energies, cfg), f"{cfg.out}.png")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
