@@ -37,7 +37,7 @@ from typing import NamedTuple, Optional
 import pandas
 import torch
 import torch.nn.functional as F
-from torch.func import functional_call, grad, jacrev, jvp, vjp
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -233,14 +233,21 @@ class JacobianConfig(DataConfig):
     exact: bool = setting(False, "form the whole Jacobian (small models)")
 
 
+def products(f, x):
+    """(V -> J V, V -> J^T V) for f's Jacobian J at x and the columns of V; several at a time where x is small, which
+    adds little to the memory."""
+    columns = lambda product: vmap(product, in_dims=1, out_dims=1, chunk_size=max(1, 2 ** 16 // x.numel()))
+    pullback = vjp(f, x)[1]
+    return (columns(lambda v: jvp(f, (x,), (v.view(x.shape),))[1].flatten()),
+            columns(lambda v: pullback(v.view(x.shape))[0].flatten()))
+
+
 def top_singular_values(f, x, k, iterations, generator, what=""):
     """(values, basis, images): the k largest singular values of f's Jacobian J at x, from below, by a randomized block
-    Krylov method with JVPs and VJPs, which also separates clustered ones (Musco, Musco, arXiv 1504.05477); its
-    orthonormal basis (n, m) and J^T of that. Memory: 4 (iterations + 1) (k + 10) vectors of x's size, and twice what a
-    backward pass of f keeps."""
-    _, pullback = vjp(f, x)
-    J = lambda V: torch.stack([jvp(f, (x,), (v.view_as(x),))[1].flatten() for v in V.T], dim=1)
-    Jt = lambda V: torch.stack([pullback(v.view_as(x))[0].flatten() for v in V.T], dim=1)
+    Krylov method, which also separates clustered ones (Musco, Musco, arXiv 1504.05477); its orthonormal basis (n, m)
+    and J^T of that. Memory: 4 (iterations + 1) (k + 10) vectors of x's size, and twice what a backward pass of f
+    keeps."""
+    J, Jt = products(f, x)
     Q = torch.randn(x.numel(), min(k + 10, x.numel()), dtype=torch.float64, generator=generator).to(x)
     basis, images = Q[:, :0], Q[:, :0]                          # orthonormal, and J^T of it
     for _ in progress(range(iterations + 1), what):
@@ -257,11 +264,9 @@ def top_singular_values(f, x, k, iterations, generator, what=""):
 
 def squared_norm(f, x, basis, images, probes, generator):
     """(|J|_F^2, its standard error): exactly within the basis, by Hutchinson's estimate outside of it."""
-    rest = []
-    for _ in range(probes):
-        Jz = jvp(f, (x,), (rademacher(x, generator),))[1].flatten()
-        rest.append(((Jz - basis @ (basis.T @ Jz)) ** 2).sum().item())
-    mean, se = mean_se(rest)
+    Z = torch.stack([rademacher(x, generator).flatten() for _ in range(probes)], dim=1)
+    JZ = products(f, x)[0](Z)
+    mean, se = mean_se(((JZ - basis @ (basis.T @ JZ)) ** 2).sum(0).tolist())
     return (images ** 2).sum().item() + mean, se
 
 
