@@ -124,7 +124,7 @@ def read_batches(run, cfg, batches):
 
 
 def inputs(model, modules, idx):
-    """[args]: what each of the modules, named in their order in the model, reads when the model reads idx."""
+    """[args]: what the modules, given in the order in which they run, are called with when the model reads idx."""
     seen = []
     hooks = [module.register_forward_pre_hook(lambda module, args: seen.append(args)) for module in modules]
     with torch.no_grad():
@@ -362,6 +362,16 @@ def random_like(params, generator):
     return {name: torch.randn(t.shape, generator=generator).to(t) for name, t in params.items()}
 
 
+def losses_along(direction, steps, loss, params, batches):
+    """The mean loss at params + step x direction, whose tensors are scaled to the norms of the params."""
+    direction = {name: t * params[name].norm() / t.norm() for name, t in direction.items()}
+    losses = []
+    for step in progress(steps, "slice"):
+        moved = {name: t + step * direction[name] for name, t in params.items()}
+        losses.append(sum(loss(moved, *batch).item() for batch in batches) / len(batches))
+    return losses
+
+
 def sharpness(run, cfg):
     """Curvature of the loss at the weights [TMM, 6.1 and app. G]; lambda_max is the eigenvalue largest in magnitude."""
     batches = read_batches(run, cfg, cfg.batches)
@@ -370,14 +380,9 @@ def sharpness(run, cfg):
     hvp, generator = make_hvp(loss, params, batches), torch.Generator().manual_seed(cfg.seed)
     value, residual, iterations = top_eigenvalue(hvp, random_like(params, generator), cfg.iterations, cfg.tolerance)
     tr, se = trace(hvp, params, cfg.probes, generator)
-    d = random_like(params, generator)
-    d = {name: t * params[name].norm() / t.norm() for name, t in d.items()}
     steps = torch.linspace(-cfg.radius, cfg.radius, cfg.points, dtype=torch.float64).tolist()
-    losses = []
-    for step in progress(steps, "slice"):
-        moved = {name: t + step * d[name] for name, t in params.items()}
-        losses.append(sum(loss(moved, *batch).item() for batch in batches) / len(batches))
-    N = sum(t.numel() for t in params.values())
+    losses = losses_along(random_like(params, generator), steps, loss, params, batches)
+    N = run.model.num_params()
     return dict(lambda_max=value, residual=residual, iterations=iterations, trace=tr, trace_se=se,
                 trace_per_parameter=tr / N, parameters=N, slice=dict(steps=steps, losses=losses))
 
@@ -527,14 +532,15 @@ def forgetting(run, cfg):
     datasets = cfg.source or run.state["config"]["dataset"], cfg.target
     out = os.path.join(os.path.dirname(run.file) or ".", f"forgetting-{cfg.target}")
     before = [loss_on(run, cfg, name) for name in datasets]
-    train.main([
-        f"--init_from={run.file}", f"--out_dir={out}", "--overwrite=true", f"--dataset={cfg.target}",
-        f"--data_dir={cfg.data_dir}", "--optimizer=adamw", "--learning_rate=1e-4", "--scalar_lr=1e-4", "--beta1=0.9",
-        "--beta2=0.95", "--weight_decay=0.01", "--warmup_steps=50", "--schedule=cosine", "--min_lr_ratio=0.1",
-        "--grad_clip=1", "--sam=off", f"--max_steps={cfg.max_steps}", f"--batch_size={cfg.batch_size}",
-        f"--gradient_accumulation_steps={cfg.gradient_accumulation_steps}", f"--eval_interval={cfg.max_steps}",
-        f"--eval_iters={cfg.batches}", f"--seed={cfg.seed}", f"--device={cfg.device}", "--sample_tokens=0",
-        *[f"--block_size={cfg.block_size}"] * (cfg.block_size is not None)])
+    settings = dict(
+        init_from=run.file, out_dir=out, overwrite=True, dataset=cfg.target, data_dir=cfg.data_dir, optimizer="adamw",
+        learning_rate=1e-4, scalar_lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.01, warmup_steps=50,
+        schedule="cosine", min_lr_ratio=0.1, grad_clip=1, sam="off", max_steps=cfg.max_steps, batch_size=cfg.batch_size,
+        gradient_accumulation_steps=cfg.gradient_accumulation_steps, eval_interval=cfg.max_steps,
+        eval_iters=cfg.batches, seed=cfg.seed, device=cfg.device, sample_tokens=0)
+    if cfg.block_size:
+        settings["block_size"] = cfg.block_size
+    train.main([f"--{key}={value}" for key, value in settings.items()])
     tuned = load(os.path.join(out, "last.pt"), cfg)
     if tuned.state["step"] < cfg.max_steps:
         die(f"fine-tuning stopped at step {tuned.state['step']} of {cfg.max_steps}: no result")
@@ -656,14 +662,16 @@ def harness_model(model, tokenizer, batch_size):
     model.eval()
 
     class Harness(import_harness().api.model.TemplateLM):
+        """End-of-text stands before a text that nothing is before."""
         eot_token_id = eot
 
         def tok_encode(self, string, **_):
-            return encode(string) or [eot]                      # something must stand before the first token
+            return encode(string) or [eot]
 
         def _encode_pair(self, context, continuation):
-            """lm_eval's cut but in two cases. Where it leaves nothing to score, because the continuation merged into
-            the context's last token ("Hello wor" + "ld"), all that differs from the context's own ids counts."""
+            """lm_eval's cut, which gives the continuation the spaces that end the context. Where it leaves nothing to
+            score, because the continuation merged into the context's last token ("Hello wor" + "ld"), all that differs
+            from the context's own ids counts."""
             if not context.strip():
                 return [eot], encode(context + continuation)
             before, after = super()._encode_pair(context, continuation)
@@ -874,8 +882,10 @@ def speed(cfg):
         die(f"prompt is {cfg.prompt}: it must be at most block_size, {cfg.block_size}")
     rows = [dict(template=name) for name in comma_separated(cfg.templates)]
     if cfg.memory and (torch.cuda.is_available() or os.path.exists("/proc/self/status")):
-        for row in rows:                                        # in processes of their own
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        context = multiprocessing.get_context("forkserver")     # processes of their own, which begin with these:
+        context.set_forkserver_preload(["torch", "pandas"])
+        for row in rows:
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
                 row["memory_MiB"] = round(pool.submit(peak_memory, row["template"], cfg).result(), 1)
     steppers = [Stepper(row["template"], cfg) for row in rows]
     for kind, tokens in (("train", cfg.batch_size * cfg.block_size), ("sample", cfg.sample_batch * cfg.sample_tokens)):

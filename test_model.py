@@ -1796,11 +1796,6 @@ def test_compile_that_fails_falls_back(capsys, monkeypatch):
 # analyze
 
 
-def analyze_here(monkeypatch, args):
-    monkeypatch.setattr(sys, "argv", ["analyze.py", *args.split()])
-    A.main()
-
-
 def probed(model, dataset="text"):
     """What a checkpoint of this model would be to a probe."""
     state = dict(model_config=asdict(model.config), tokenizer="byte", config=dict(dataset=dataset), step=0)
@@ -1866,18 +1861,16 @@ def small_loss(template, attention="softmax"):
 def test_hessian_probes_against_the_full_hessian(template, attention):
     loss, params, batches = small_loss(template, attention)
     sizes = [t.numel() for t in params.values()]
-
-    def mean_loss(flat):
-        p = {name: part.view_as(params[name]) for name, part in zip(params, flat.split(sizes))}
-        return sum(loss(p, *batch) for batch in batches) / 2
-    everything = torch.cat([t.flatten() for t in params.values()])
-    H = torch.autograd.functional.hessian(mean_loss, everything, vectorize=True)
+    flat = lambda v: torch.cat([t.flatten() for t in v.values()])
+    tensors = lambda v: {name: part.view_as(params[name]) for name, part in zip(params, v.split(sizes))}
+    mean_loss = lambda v: sum(loss(tensors(v), *batch) for batch in batches) / 2
+    H = torch.autograd.functional.hessian(mean_loss, flat(params), vectorize=True)
     values = torch.linalg.eigvalsh(H)
     top = values[values.abs().argmax()].item()
-    hvp, generator = A.make_hvp(loss, params, batches), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     v = A.random_like(params, generator)
-    flat = lambda v: torch.cat([t.flatten() for t in v.values()])
-    assert torch.allclose(flat(hvp(v)), H @ flat(v), rtol=1e-8, atol=1e-9)
+    assert torch.allclose(flat(A.make_hvp(loss, params, batches)(v)), H @ flat(v), rtol=1e-8, atol=1e-9)
+    hvp = lambda v: tensors(H @ flat(v))                        # the same, faster
     value, residual, _ = A.top_eigenvalue(hvp, v, 60, 1e-6)
     assert value == pytest.approx(top, rel=5e-3) and residual < 0.1 * abs(top)
     estimate, se = A.trace(hvp, params, 20, generator)
@@ -1946,109 +1939,8 @@ def test_scalars_are_the_transformed_ones():
                      "attn.mu"}
 
 
-def test_probes_write_json_table_and_figure(capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    corpus()
-    P.prepare("text", "byte", out="data/other", files=[write_table("o.jsonl", ["something else entirely. "] * 200)])
-    for template in ("vanilla", "tmm"):
-        train_here(monkeypatch, f"{SMALL} --template={template} --out_dir=runs/{template}")
-    for probe, settings, keys in (
-            ("jacobian", "--k=3", {"persistence", "layers", "singular_values"}),
-            ("sharpness", "--probes=2 --iterations=2 --points=3", {"lambda_max", "trace", "trace_se", "slice"}),
-            ("entropy", "--batches=2", {"entropy", "layers"}),
-            ("corpora", "--datasets=other,text", {"other", "text", "mean", "mean ppl"}),
-            ("forgetting", "--target=other --max_steps=8 --batch_size=2 --gradient_accumulation_steps=2 --batches=2",
-             {"forgetting", "plasticity"})):
-        analyze_here(monkeypatch, f"{probe} runs/vanilla runs/tmm/last.pt {settings}")
-        out = capsys.readouterr().out
-        found = [json.loads(Path(f"runs/{name}.json").read_text())
-                 for name in (f"vanilla/{probe}", f"tmm/{probe}-last")]
-        assert all(keys <= set(f["results"]) and f["probe"] == probe and f["settings"]["seed"] == 0 for f in found)
-        assert Path(f"runs/vanilla/{probe}.png").read_bytes()[1:4] == b"PNG" and "vanilla" in out and "tmm" in out
-    analyze_here(monkeypatch, "scalars runs/tmm --figure=s.png")
-    assert Path("s.png").exists() and json.loads(Path("runs/tmm/scalars.json").read_text())[
-        "results"]["layers"][1]["mlp.mu"] < 1
-    corpora = json.loads(Path("runs/tmm/corpora-last.json").read_text())["results"]
-    assert corpora["mean"] == pytest.approx((corpora["other"] + corpora["text"]) / 2)
-    assert corpora["other ppl"] == pytest.approx(math.exp(corpora["other"]))
-    moved = json.loads(Path("runs/tmm/forgetting-last.json").read_text())["results"]
-    assert moved["plasticity"] == moved["target_before"] - moved["target_after"] > 0
-    assert moved["target_before"] == pytest.approx(corpora["other"], rel=0.05)
-    assert moved["forgetting"] == moved["source_after"] - moved["source_before"]
-    tuned = torch.load("runs/tmm/forgetting-other/last.pt", weights_only=True)["config"]
-    assert (tuned["learning_rate"], tuned["weight_decay"], tuned["warmup_steps"]) == (1e-4, 0.01, 50)
-    says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
-    with monkeypatch.context() as m:
-        signal_in_step(m, 1)
-        few = "--max_steps=8 --batch_size=2 --gradient_accumulation_steps=1 --batches=2"
-        assert "fine-tuning stopped at step 2 of 8: no result" in says(f"forgetting runs/tmm --target=other {few}")
-    assert not Path("runs/tmm/forgetting.json").exists()
-    assert "no checkpoint nowhere/best.pt" in says("entropy runs/tmm nowhere") and "datasets is" in says(
-        "corpora runs/tmm --datasets=")
-    assert "k is 500: a Jacobian of 256 rows" in says("jacobian runs/tmm --block_size=8 --k=500 --plot=false")
-    assert "no checkpoint nowhere/best.pt" in says("jacobian nowhere")
-    assert "runs/vanilla/best.pt: a model of template vanilla has no scalars" in says("scalars runs/vanilla")
-    assert "block_size is 99: the model's is 16" in says("entropy runs/tmm --block_size=99")
-    assert "batch_size x batches is 4000" in says("entropy runs/tmm --batches=1000")
-    P.prepare("text", "gpt2", out="data/bpe", files=["corpus.txt"])
-    assert "data" not in (line := says("sharpness runs/tmm --dataset=bpe")) or "tokenizer gpt2" in line
-
-
-@pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
-def test_templates_contract_at_the_known_rates(kappa):
-    k = math.sqrt(kappa)
-    known = dict(vanilla=(kappa - 1) / (kappa + 1), hb=(k - 1) / (k + 1), tmm=(k - 1) / (k + 1))
-    rows = A.contraction_rates(kappa)
-    assert all(abs(row["measured"] - row["rate"]) < 1e-6 for row in rows)
-    assert {row["template"]: row["rate"] for row in rows if row["template"] in known} == pytest.approx(known)
-    assert sorted(row["rate"] for row in rows if row["template"] == "yurii") == pytest.approx(
-        [(k - 1) / (k + 1), 1 - 2 / math.sqrt(3 * kappa + 1)])
-
-
-@pytest.mark.parametrize("kernel", ["softmax", "linear"])
-def test_particles_descend(kernel, capsys, monkeypatch):
-    cfg = A.DynamicsConfig(kernel=kernel, particles=12, dim=4, steps=200)
-    energies = A.particle_energies(cfg)
-    X = A.sphere(torch.randn(1, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    V = torch.tensor([0.25, 0.5, 0.75, 1.0]).double()
-    M = torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4)
-    G = torch.einsum("bij,bjc->bic", M, X) / 48 if kernel == "softmax" else V * X
-    energy = lambda X: (-torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4).mean() / 2 if kernel == "softmax"
-                        else -(V * X ** 2).sum(-1).mean() / 2).item()
-    Y = X + 0.1 * G
-    Y = 2 * Y / (Y ** 2).sum(-1, keepdim=True).sqrt()
-    assert energies["first order"][:2] == pytest.approx([energy(X), energy(Y)], rel=1e-12)
-    assert all(b <= a for a, b in itertools.pairwise(energies["first order"]))
-    lowest = -math.e / 2 if kernel == "softmax" else -2.0       # all in one point; all in the first eigenvector
-    for name, e in energies.items():
-        assert e[0] == energies["first order"][0] and lowest - 1e-9 <= e[-1] < e[0] + 0.8 * (lowest - e[0]), name
-    monkeypatch.setattr(A, "pyplot", None)
-    analyze_here(monkeypatch, f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d")
-    assert len(json.loads(Path("d.json").read_text())["energies"]["presymp_ab2"]) == 4
-    below_a_file = f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d.json/d"
-    assert "cannot write 'd.json/d.json' (" in refused(capsys, analyze_here, monkeypatch, below_a_file)
-
-
-def test_speed_probe(capsys, monkeypatch):
-    shape = "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=64 --batch_size=2 --repeats=3"
-    analyze_here(monkeypatch, f"speed --templates=vanilla,presymp_ab2 --memory=false --sample_tokens=4 {shape}")
-    found = json.loads(Path("speed.json").read_text())
-    assert [row["template"] for row in found["rows"]] == ["vanilla", "presymp_ab2"]
-    for row in found["rows"]:
-        assert row["train_tokens_per_second"] == pytest.approx(32 / (row["train_ms"] / 1e3), rel=1e-3)
-        assert row["sample_tokens_per_second"] == pytest.approx(4 / (row["sample_ms"] / 1e3), rel=1e-3)
-    assert "presymp_ab2" in capsys.readouterr().out
-    memory = []
-    for batch in (16, 1):                                       # each in a process of its own
-        analyze_here(monkeypatch, f"speed --templates=vanilla --n_layer=2 --batch_size={batch} --repeats=1")
-        memory.append(json.loads(Path("speed.json").read_text())["rows"][0]["memory_MiB"])
-    assert memory[0] > memory[1] + 50                           # MiB; what 15 sequences more keep
-    assert "a folder: name a file" in refused(capsys, analyze_here, monkeypatch, "speed --out=.")
-    assert "out is '', a folder" in refused(capsys, analyze_here, monkeypatch, "speed --out=")
-    assert "at most block_size, 8" in refused(capsys, analyze_here, monkeypatch, "speed --block_size=8 --prompt=9")
-    assert "template is 'sgd'" in refused(capsys, analyze_here, monkeypatch, "speed --templates=sgd --memory=false")
-    assert "speed reads no run" in refused(capsys, analyze_here, monkeypatch, "speed out")
-
+# ---------------------------------------------------------------------------------------------------------------------
+# analyze: lm-evaluation-harness
 
 LATIN = P.Tokenizer("latin", 257, lambda text: np.frombuffer(text.encode("latin1"), np.uint8).astype(np.int64),
                     lambda ids: b"".join(chr(i).encode() for i in ids))     # any id below 256 is a text
@@ -2350,6 +2242,15 @@ def test_downstream_errors(local_tasks, capsys, settings, message):
     assert e.value.code == 2 and err[-1].startswith(message) and "Traceback" not in err
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# analyze: curves, speed, dynamics
+
+
+def analyze_here(monkeypatch, args):
+    monkeypatch.setattr(sys, "argv", ["analyze.py", *args.split()])
+    A.main()
+
+
 def test_curves(monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     corpus()
@@ -2369,6 +2270,115 @@ def test_curves(monkeypatch):
     assert list(bottom.lines[0].get_ydata()) == [r["lr"]["matrices"] for r in metrics("out/a")[0]]
     pyplot.close("all")
     monkeypatch.undo()
+
+
+def test_speed_probe(capsys, monkeypatch):
+    shape = "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=64 --batch_size=2 --repeats=3"
+    analyze_here(monkeypatch, f"speed --templates=vanilla,presymp_ab2 --memory=false --sample_tokens=4 {shape}")
+    found = json.loads(Path("speed.json").read_text())
+    assert [row["template"] for row in found["rows"]] == ["vanilla", "presymp_ab2"]
+    for row in found["rows"]:
+        assert row["train_tokens_per_second"] == pytest.approx(32 / (row["train_ms"] / 1e3), rel=1e-3)
+        assert row["sample_tokens_per_second"] == pytest.approx(4 / (row["sample_ms"] / 1e3), rel=1e-3)
+    assert "presymp_ab2" in capsys.readouterr().out
+    memory = []
+    for batch in (16, 1):                                       # each in a process of its own
+        shape = f"--n_layer=2 --n_embd=128 --batch_size={batch} --repeats=1"
+        analyze_here(monkeypatch, f"speed --templates=vanilla {shape}")
+        memory.append(json.loads(Path("speed.json").read_text())["rows"][0]["memory_MiB"])
+    assert memory[0] > memory[1] + 50                           # MiB; what 15 sequences more keep
+    assert "a folder: name a file" in refused(capsys, analyze_here, monkeypatch, "speed --out=.")
+    assert "out is '', a folder" in refused(capsys, analyze_here, monkeypatch, "speed --out=")
+    assert "at most block_size, 8" in refused(capsys, analyze_here, monkeypatch, "speed --block_size=8 --prompt=9")
+    assert "template is 'sgd'" in refused(capsys, analyze_here, monkeypatch, "speed --templates=sgd --memory=false")
+    assert "speed reads no run" in refused(capsys, analyze_here, monkeypatch, "speed out")
+
+
+@pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
+def test_templates_contract_at_the_known_rates(kappa):
+    k = math.sqrt(kappa)
+    known = dict(vanilla=(kappa - 1) / (kappa + 1), hb=(k - 1) / (k + 1), tmm=(k - 1) / (k + 1))
+    rows = A.contraction_rates(kappa)
+    assert all(abs(row["measured"] - row["rate"]) < 1e-6 for row in rows)
+    assert {row["template"]: row["rate"] for row in rows if row["template"] in known} == pytest.approx(known)
+    assert sorted(row["rate"] for row in rows if row["template"] == "yurii") == pytest.approx(
+        [(k - 1) / (k + 1), 1 - 2 / math.sqrt(3 * kappa + 1)])
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "linear"])
+def test_particles_descend(kernel, capsys, monkeypatch):
+    cfg = A.DynamicsConfig(kernel=kernel, particles=12, dim=4, steps=200)
+    energies = A.particle_energies(cfg)
+    X = A.sphere(torch.randn(1, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    V = torch.tensor([0.25, 0.5, 0.75, 1.0]).double()
+    M = torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4)
+    G = torch.einsum("bij,bjc->bic", M, X) / 48 if kernel == "softmax" else V * X
+    energy = lambda X: (-torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4).mean() / 2 if kernel == "softmax"
+                        else -(V * X ** 2).sum(-1).mean() / 2).item()
+    Y = X + 0.1 * G
+    Y = 2 * Y / (Y ** 2).sum(-1, keepdim=True).sqrt()
+    assert energies["first order"][:2] == pytest.approx([energy(X), energy(Y)], rel=1e-12)
+    assert all(b <= a for a, b in itertools.pairwise(energies["first order"]))
+    lowest = -math.e / 2 if kernel == "softmax" else -2.0       # all in one point; all in the first eigenvector
+    for name, e in energies.items():
+        assert e[0] == energies["first order"][0] and lowest - 1e-9 <= e[-1] < e[0] + 0.8 * (lowest - e[0]), name
+    monkeypatch.setattr(A, "pyplot", None)
+    analyze_here(monkeypatch, f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d")
+    assert len(json.loads(Path("d.json").read_text())["energies"]["presymp_ab2"]) == 4
+    below_a_file = f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d.json/d"
+    assert "cannot write 'd.json/d.json' (" in refused(capsys, analyze_here, monkeypatch, below_a_file)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# analyze: the command
+
+
+def test_probes_write_json_table_and_figure(capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    corpus()
+    P.prepare("text", "byte", out="data/other", files=[write_table("o.jsonl", ["something else entirely. "] * 200)])
+    for template in ("vanilla", "tmm"):
+        train_here(monkeypatch, f"{SMALL} --template={template} --out_dir=runs/{template}")
+    for probe, settings, keys in (
+            ("jacobian", "--k=3 --iterations=1", {"persistence", "layers", "singular_values"}),
+            ("sharpness", "--probes=2 --iterations=2 --points=3", {"lambda_max", "trace", "trace_se", "slice"}),
+            ("entropy", "--batches=2", {"entropy", "layers"}),
+            ("corpora", "--datasets=other,text", {"other", "text", "mean", "mean ppl"}),
+            ("forgetting", "--target=other --max_steps=8 --batch_size=2 --gradient_accumulation_steps=2 --batches=2",
+             {"forgetting", "plasticity"})):
+        analyze_here(monkeypatch, f"{probe} runs/vanilla runs/tmm/last.pt {settings}")
+        out = capsys.readouterr().out
+        found = [json.loads(Path(f"runs/{name}.json").read_text())
+                 for name in (f"vanilla/{probe}", f"tmm/{probe}-last")]
+        assert all(keys <= set(f["results"]) and f["probe"] == probe and f["settings"]["seed"] == 0 for f in found)
+        assert Path(f"runs/vanilla/{probe}.png").read_bytes()[1:4] == b"PNG" and "vanilla" in out and "tmm" in out
+    analyze_here(monkeypatch, "scalars runs/tmm --figure=s.png")
+    assert Path("s.png").exists() and json.loads(Path("runs/tmm/scalars.json").read_text())[
+        "results"]["layers"][1]["mlp.mu"] < 1
+    corpora = json.loads(Path("runs/tmm/corpora-last.json").read_text())["results"]
+    assert corpora["mean"] == pytest.approx((corpora["other"] + corpora["text"]) / 2)
+    assert corpora["other ppl"] == pytest.approx(math.exp(corpora["other"]))
+    moved = json.loads(Path("runs/tmm/forgetting-last.json").read_text())["results"]
+    assert moved["plasticity"] == moved["target_before"] - moved["target_after"] > 0
+    assert moved["target_before"] == pytest.approx(corpora["other"], rel=0.05)
+    assert moved["forgetting"] == moved["source_after"] - moved["source_before"]
+    tuned = torch.load("runs/tmm/forgetting-other/last.pt", weights_only=True)["config"]
+    assert (tuned["learning_rate"], tuned["weight_decay"], tuned["warmup_steps"]) == (1e-4, 0.01, 50)
+    says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
+    with monkeypatch.context() as m:
+        signal_in_step(m, 1)
+        few = "--max_steps=8 --batch_size=2 --gradient_accumulation_steps=1 --batches=2"
+        assert "fine-tuning stopped at step 2 of 8: no result" in says(f"forgetting runs/tmm --target=other {few}")
+    assert not Path("runs/tmm/forgetting.json").exists()
+    assert "no checkpoint nowhere/best.pt" in says("entropy runs/tmm nowhere") and "datasets is" in says(
+        "corpora runs/tmm --datasets=")
+    assert "k is 500: a Jacobian of 256 rows" in says("jacobian runs/tmm --block_size=8 --k=500 --plot=false")
+    assert "no checkpoint nowhere/best.pt" in says("jacobian nowhere")
+    assert "runs/vanilla/best.pt: a model of template vanilla has no scalars" in says("scalars runs/vanilla")
+    assert "block_size is 99: the model's is 16" in says("entropy runs/tmm --block_size=99")
+    assert "batch_size x batches is 4000" in says("entropy runs/tmm --batches=1000")
+    P.prepare("text", "gpt2", out="data/bpe", files=["corpus.txt"])
+    assert "data" not in (line := says("sharpness runs/tmm --dataset=bpe")) or "tokenizer gpt2" in line
 
 
 def test_analyze_errors_are_one_line(capsys, monkeypatch, tmp_path):
