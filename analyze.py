@@ -928,9 +928,9 @@ def contraction(template, kappa, scalars):
     size = 2 / (kappa + 1) if template == "vanilla" else 1.0
     values = torch.logspace(0, math.log10(kappa), 9, dtype=torch.float64)
     scalars = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
-    step, streams, _ = TEMPLATES[template]
-    layer = lambda state: torch.cat(step(lambda u: -size * values * u, lambda u: u, 1, *state.split(1), **scalars))
-    state = torch.zeros(1 + len(streams), 9, dtype=torch.float64)       # rows: x, the streams
+    row, oracle, norm = TEMPLATES[template], lambda u: -size * values * u, lambda u: u
+    layer = lambda state: torch.cat(row.step(oracle, norm, 1, *state.split(1), **scalars))
+    state = torch.zeros(1 + len(row.streams), 9, dtype=torch.float64)   # rows: x, the streams
     J = jacrev(layer)(state).reshape(state.numel(), state.numel())
     return torch.linalg.eigvals(J).abs().max().item()
 
