@@ -21,14 +21,14 @@ Letters
     H D      heads, C / H                            g     O(x), the step that the oracle proposes (B, T, C)
     O        oracle: attention or MLP, after its ln  v m   velocity, momentum (B, T, C)
     t h      time of a layer, step size (0-dim)      Y     momenta of an integrator (B, T, C)
-    N        a substep's LayerNorm; N(u, a) = a N(u) r     second moment (B, T, C)
+    N        a substep's LayerNorm                   r     second moment (B, T, C)
     G M      g, m with each token as an H x D matrix R     each token's D x D second moment (B, T, D, D)
 
-Starts (all initialisation is in GPT._init_weights and in the table TEMPLATES)
+Initial values (GPT._init_weights and the tables below); a tensor's is a function of the seed and its name alone
     matrices, embeddings          N(0, 0.02)
     c_proj.weight                 N(0, 0.02 / sqrt(2 n_layer))
     LayerNorm gains, biases       1, 0
-    scalars                       0-dim `<name>_raw`, stored before their sigmoid or softplus; raw start 0, but
+    scalars                       0-dim `<name>_raw`, stored before their sigmoid or softplus; 0 there, but
                                   nu: softplus^-1(1), lam: -5, h of linear attention: softplus^-1(1);
                                   an integrator's in INTEGRATORS and ParticleBlock, by their values
     c_b                           identity
@@ -40,6 +40,7 @@ The backbone is GPT-2 with nanoGPT's names.
 """
 import functools
 import math
+import zlib
 from collections import ChainMap
 from dataclasses import dataclass, field, fields
 from typing import Callable, NamedTuple, Optional
@@ -47,7 +48,6 @@ from typing import Callable, NamedTuple, Optional
 import torch
 import torch.nn as nn
 from numpy.polynomial.legendre import leggauss
-from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -64,107 +64,30 @@ def full_precision(f):
     @functools.wraps(f)
     def wrapped(u, *args):
         device, u = u.device.type, u.to(torch.promote_types(u.dtype, torch.float32))
-        if not torch.is_autocast_enabled(device):
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return f(u, *args)
         with torch.autocast(device, enabled=False):
             return f(u, *args)
     return wrapped
 
 
-def traced():
-    """Whether torch.compile or torch.func watches the operations."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
-class ByHand(torch.autograd.Function):
-    """f(*inputs)[0], the rest of f's outputs kept for vjp(G, *kept), f's first derivative written by hand. A derivative
-    that is itself differentiated is that of f's operations."""
-
-    @staticmethod
-    def forward(ctx, f, vjp, *inputs):
-        y, *kept = f(*inputs)
-        ctx.f, ctx.vjp, ctx.n = f, vjp, len(inputs)
-        ctx.save_for_backward(*inputs, *kept)
-        return y
-
-    @staticmethod
-    def backward(ctx, G):
-        saved = ctx.saved_tensors                               # once: checkpointing unpacks it once
-        with torch.autocast(G.device.type, enabled=False):
-            if torch.is_grad_enabled() or traced():
-                return None, None, *torch.func.vjp(lambda *u: ctx.f(*u)[0], *saved[:ctx.n])[1](G)
-            return None, None, *ctx.vjp(G, *saved[ctx.n:])
-
-
-def by_hand(f, vjp, *inputs):
-    """f(*inputs)[0], by ByHand unless torch.compile, torch.func or forward mode must see f's operations."""
-    if traced() or not torch.is_grad_enabled() or any(unpack_dual(u).tangent is not None for u in inputs):
-        return f(*inputs)[0]
-    return ByHand.apply(f, vjp, *inputs)
-
-
 @full_precision
 def newton_schulz(m, H):
-    """Each token of m (B, T, C), as an H x D matrix, with its singular values sent to about 1 ([TMM] app. B, muon)."""
+    """Each token of m (B, T, C), as an H x D matrix, with its singular values sent to about 1 ([TMM] app. B, muon).
+    Five steps Y <- Q Y with Q = a I + b A + c A^2 and A = Y Y^T, from Y = M / f, f the Frobenius norm. Each Q is a
+    polynomial in the first A: so the steps run on A <- Q A Q, and M meets the product P of all Q once, at the end."""
     M = m.unflatten(-1, (H, -1)).flatten(0, 1)                  # (B*T, H, D)
     tall = H > M.size(-1)
-    Y = by_hand(orthogonal, orthogonal_vjp, M.mT if tall else M)    # rows on the smaller side
-    return (Y.mT if tall else Y).reshape(m.shape)
-
-
-def innermost(A):
-    """A batch of matrices (N, ., .) laid out in memory with N innermost, if product is faster so."""
-    if traced() or A.device.type != "cpu" or len(A) < 256 or A.size(1) > 10:
-        return A
-    return A.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-
-
-def product(A, B, y=None):
-    """A B for batches of matrices, added to y in place if there is one. Batches that lie innermost in memory meet in
-    multiply-adds of whole batches: torch.bmm costs twice that where its work is the calls, not the arithmetic."""
-    if A.stride(0) != 1:
-        return torch.bmm(A, B) if y is None else y.baddbmm_(A, B)
-    for a, b in zip(A.unsqueeze(3).unbind(2), B.unsqueeze(1).unbind(2)):    # columns (N, ., 1), rows (N, 1, .)
-        y = a * b if y is None else y.addcmul_(a, b)
-    return y
-
-
-def orthogonal(M):
-    """Five steps Y <- Q Y with Q = a I + b A + c A^2, A = Y Y^T, from Y = M / f, f the Frobenius norm. Everything but Y
-    is a polynomial in the first A, so the steps run on the small H x H side, A <- Q A Q, and M meets the product P of
-    all Q once, at the end."""
-    A, P, kept = torch.bmm(M, M.mT), None, []
+    M = M.mT if tall else M                                     # rows on the smaller side
+    A = torch.bmm(M, M.mT)                                      # (B*T, H, H)
     f = A.diagonal(dim1=1, dim2=2).sum(-1).clamp_min(1e-24).sqrt()[:, None, None]
-    A = innermost(A / f ** 2)
+    A, P, aI = A / f ** 2, None, 3.4445 * torch.eye(A.size(1), dtype=A.dtype, device=A.device)
     for k in range(5):
-        Q = product(A, A).mul_(2.0315).add_(A, alpha=-4.7750)
-        Q.diagonal(dim1=1, dim2=2).add_(3.4445)
-        kept += A, Q, P
-        P = product(Q, P) if k else Q
-        A = product(product(Q, A), Q) if k < 4 else None
-    P = (P / f).contiguous()
-    return torch.bmm(P, M), M, f, P, *kept
-
-
-def orthogonal_vjp(G, M, f, P_f, *kept):
-    """All H x H matrices are symmetric and move only so, so that of a cotangent the symmetric part counts. g, that of
-    P, is any matrix with the right part; S, L are twice those of Q, A, made symmetric."""
-    g = torch.bmm(G, M.mT)                                      # of P / f
-    t = (g * P_f).sum((1, 2), keepdim=True)
-    g, L = innermost(g / f), None
-    for k in reversed(range(5)):
-        A, Q, P = kept[3 * k:3 * k + 3]
-        R = product(Q, L) if k < 4 else None
-        S = product(g, P) if k else g                           # by P <- Q P
-        S = product(A, R, S) if k < 4 else S                    # by A <- Q A Q
-        S = S + S.mT
-        L = product(A, S)
-        L = torch.add(L, L.mT).mul_(2.0315).add_(S, alpha=-4.7750)      # by Q
-        L = product(R, Q, L) if k < 4 else L                    # by A <- Q A Q
-        g = product(Q, g) if k else None
-    t = (t + (L * A).sum((1, 2), keepdim=True)) * (f > 1.000001e-12)        # along M: taken away, by f if not clamped
-    L.diagonal(dim1=1, dim2=2).sub_(t[..., 0])
-    return torch.bmm(P_f, G).baddbmm_((L / f ** 2).contiguous(), M),
+        Q = torch.baddbmm(aI - 4.7750 * A, A, A, alpha=2.0315)
+        P = torch.bmm(Q, P) if k else Q
+        A = torch.bmm(torch.bmm(Q, A), Q) if k < 4 else None
+    Y = torch.bmm(P / f, M)
+    return (Y.mT if tall else Y).reshape(m.shape)
 
 
 @full_precision
@@ -178,42 +101,22 @@ def gram(g, H):
 def whiten(m, R, H):
     """M R^{-1/2} of each token, R symmetric: (B, T, C), (B, T, D, D) -> (B, T, C) ([TMM] app. B, soap and shampoo)."""
     M, R = m.unflatten(-1, (H, -1)).flatten(0, 1), R.flatten(0, 1)      # (B*T, H, D), (B*T, D, D)
-    tokens = 256 if m.device.type == "cpu" else len(M)          # on a CPU: so few at a time that they stay in cache
-    pieces = zip(M.split(tokens), R.split(tokens))
-    return torch.cat([by_hand(inverse_sqrt, inverse_sqrt_vjp, *u) for u in pieces]).view(m.shape)
+    tokens = 128 if m.device.type == "cpu" else len(M)          # on a CPU: so few at a time that they stay in cache
+    return torch.cat([inverse_sqrt(*u) for u in zip(M.split(tokens), R.split(tokens))]).view(m.shape)
 
 
 def inverse_sqrt(M, R):
     """M R^{-1/2} for a batch of matrices. X <- X W, Z <- Z W^2 with W = (3I - Z)/2 from Z = R/f, X = I sends X to
     Z^{-1/2}, f the Frobenius norm. Only M X is wanted, so M takes the place of X: two D x D products a step."""
-    I, kept = torch.eye(R.size(-1), dtype=R.dtype, device=R.device), []
+    I = torch.eye(R.size(-1), dtype=R.dtype, device=R.device)
     R = R + 1e-6 * I
     f = torch.linalg.vector_norm(R, dim=(1, 2), keepdim=True)
     Z = R * (-0.5 / f)                                          # minus half of the Z above: W then costs one addition
     for k in range(10):
-        kept += M, Z
         W = Z + 1.5 * I
         M = torch.bmm(M, W)
         Z = torch.bmm(Z, torch.bmm(W, W)) if k < 9 else None
-    return M * f.rsqrt(), M, f, *kept
-
-
-def inverse_sqrt_vjp(G, M, f, *kept):
-    """S, the cotangent of Z, is symmetric. Z W^2 = Z^3 + 3 Z^2 + 9/4 Z takes it to K + K^T: two products a step."""
-    g = G * f.rsqrt()
-    t, S = (g * M).sum((1, 2), keepdim=True), None
-    for k in reversed(range(10)):
-        M, Z = kept[2 * k:2 * k + 2]
-        if k < 9:
-            K = torch.baddbmm(S, Z, S, beta=2)
-            K = torch.baddbmm(S, Z, torch.add(K, K.mT, alpha=0.5), beta=9 / 8)
-            K.baddbmm_(M.mT, g, alpha=0.5)                      # by M W
-        else:
-            K = torch.bmm(M.mT, g / 2)
-        S = K + K.mT
-        g = torch.baddbmm(g, g, Z, beta=1.5)                    # g W
-    t = t + 2 * (S * Z).sum((1, 2), keepdim=True)
-    return g, (t * Z - S / 2) / f
+    return M * f.rsqrt()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,46 +148,47 @@ def tmm(O, N, H, x, v, mu, beta, gamma, nu):                    # triple momentu
 def adam(O, N, H, x, m, r, beta1, beta2, gamma):
     g = O(x)
     m, r = ema(beta1, m, g), ema(beta2, r, g.square())
-    return x + N(m / (r.sqrt() + EPS), gamma), m, r
+    return x + gamma * N(m / (r.sqrt() + EPS)), m, r
 
 
 def adamw(O, N, H, x, m, r, beta1, beta2, gamma, lam):          # decay of the token itself, not of a weight
     g = O(x)
     m, r = ema(beta1, m, g), ema(beta2, r, g.square())
-    return (1 - lam) * x + N(m / (r.sqrt() + EPS), gamma), m, r
+    return (1 - lam) * x + gamma * N(m / (r.sqrt() + EPS)), m, r
 
 
 def rmsprop(O, N, H, x, r, beta2, gamma):
     g = O(x)
     r = ema(beta2, r, g.square())
-    return x + N(g / (r.sqrt() + EPS), gamma), r
+    return x + gamma * N(g / (r.sqrt() + EPS)), r
 
 
 def muon(O, N, H, x, m, beta, gamma):
     m = ema(beta, m, O(x))
-    return x + N(newton_schulz(m, H), gamma), m
+    return x + gamma * N(newton_schulz(m, H)), m
 
 
 def ortho(O, N, H, x, gamma):
-    return x + N(newton_schulz(O(x), H), gamma),
+    return x + gamma * N(newton_schulz(O(x), H)),
 
 
 def soap(O, N, H, x, m, R, beta1, betaR, gamma):
     g = O(x)
     m, R = ema(beta1, m, g), ema(betaR, R, gram(g, H))
-    return x + N(whiten(m, R, H), gamma), m, R
+    return x + gamma * N(whiten(m, R, H)), m, R
 
 
 def shampoo(O, N, H, x, R, betaR, gamma):
     g = O(x)
     R = ema(betaR, R, gram(g, H))
-    return x + N(whiten(g, R, H), gamma), R
+    return x + gamma * N(whiten(g, R, H)), R
 
 
 class Template(NamedTuple):
     step: Callable
-    streams: dict = {}                                          # name: start
-    scalars: dict = {}                                          # name: (transform, raw start)
+    streams: dict = {}                                          # name: what it holds before the first block
+    scalars: dict = {}                                          # name: (transform, initial value before it)
+    scale_free: bool = False                                    # the step is the same for any multiple of O
 
 
 def raw(transform, value):
@@ -303,7 +207,7 @@ TEMPLATES = {
     "adamw": Template(adamw, dict(m="embed", r="ones"), dict(beta1=sg, beta2=sg, gamma=sp, lam=(torch.sigmoid, -5.0))),
     "rmsprop": Template(rmsprop, dict(r="ones"), dict(beta2=sg, gamma=sp)),
     "muon": Template(muon, dict(m="embed"), dict(beta=sg, gamma=sp)),
-    "ortho": Template(ortho, {}, dict(gamma=sp)),
+    "ortho": Template(ortho, {}, dict(gamma=sp), scale_free=True),
     "soap": Template(soap, dict(m="embed", R="eye"), dict(beta1=sg, betaR=sg, gamma=sp)),
     "shampoo": Template(shampoo, dict(R="eye"), dict(betaR=sg, gamma=sp)),
 }
@@ -389,7 +293,7 @@ class Integrator(NamedTuple):
     step: Callable
     last: Callable                                              # the step of the last layer
     order: int                                                  # error ~ h^order, by the tests
-    scalars: dict                                               # name: (transform, start); the start None is h0
+    scalars: dict                                               # name: (transform, initial value; None: h0)
 
 
 steps = dict(h_x=(F.softplus, None), h_y=(F.softplus, None))
@@ -446,20 +350,20 @@ class Cache:
         return state.addcmul_(k.mT.to(wide), v.to(wide)) if self.first else state       # later passes: T is 1
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm over C with an optional bias (nn.LayerNorm with nanoGPT's names)."""
+class Scalars(nn.Module):
+    """{name: (transform, initial value)} -> learned 0-dim scalars, each stored before its transform, as <name>_raw."""
 
-    def __init__(self, config):
+    def __init__(self, scalars):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
+        self.transforms = {name: transform for name, (transform, _) in scalars.items()}
+        for name, (_, value) in scalars.items():
+            self.register_parameter(name + "_raw", nn.Parameter(torch.tensor(value)))
 
-    def forward(self, x, gamma=None):
-        """gamma LayerNorm(x): gamma times the gain costs less than gamma times the result."""
-        weight, bias = self.weight, self.bias
-        if gamma is not None:
-            weight, bias = gamma * weight, None if bias is None else gamma * bias
-        return F.layer_norm(x, weight.shape, weight, bias, 1e-5)
+    def scalars(self, cache=None):
+        """{name: value}; with a cache those of its first pass."""
+        if cache:
+            return cache.once(self.scalars)
+        return {name: f(getattr(self, name + "_raw")) for name, f in self.transforms.items()}
 
 
 class SoftmaxAttention(nn.Module):
@@ -497,18 +401,18 @@ def attention_weights(q, k):
     return (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -math.inf).softmax(dim=-1)
 
 
-class LinearAttention(nn.Module):
-    """O(x)_i = h/i sum_{j<=i} (x_j^T A x_i) V x_j, with A = c_a, V = c_v; no heads ([SYMP, section 3])."""
+class LinearAttention(Scalars):
+    """O(x)_i = h/i sum_{j<=i} (x_j^T A x_i) V x_j, with A = c_a, V = c_v; no heads ([SYMP, section 3]). h is 1
+    where the template takes no notice of it."""
 
     def __init__(self, config):
-        super().__init__()
+        super().__init__({} if TEMPLATES[config.template].scale_free else dict(h=sp1))
         self.dropout = config.dropout
         self.c_a = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_v = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.h_raw = nn.Parameter(torch.tensor(sp1[1]))
 
     def forward(self, x, cache=None):
-        q = self.c_a(x) * (F.softplus(self.h_raw) / visible(x, cache=cache))
+        q = self.c_a(x) * (self.scalars(cache).get("h", 1.0) / visible(x, cache=cache))
         y = linear_attention(q, x, self.c_v(x), cache=cache)
         return F.dropout(y, self.dropout, self.training)
 
@@ -567,6 +471,14 @@ class SoftmaxParticles(nn.Module):
     z_i = (1/n_i) sum_j M_ij and r_i = Y_i^T B Y_i / z_i^2 ([SYMP, 4.3 and 6.1])
 
         velocity(Y)_i = B Y_i / z_i         force(Y)_i = c_proj((1 / 2 n_i) sum_j M_ij (r_i + r_j + 2) v_j)
+
+    These come from an energy of n particles, kinetic and of interaction. Without the mask, for symmetric A and B, and
+    with A x_j in the place of v_j and of c_proj, they are n dH/dY and -n dH/dX of
+
+        H(X, Y) = (1/2n) sum_i Y_i^T B Y_i / z_i - (1/2n^2) sum_ij M_ij
+
+    With the mask token i has the empirical measure of its own prefix, hence n_i: what a key would feel of the queries
+    that see it, which come later, is left out.
 
     symp_b: B = c_b, I or Sym(W_V A^{-1}). symp_force 'hamiltonian': A x_j for v_j, and no c_proj. M, z, r and what they
     multiply are float32 or wider under autocast. Dropout acts on what c_proj gives. causal = False on an existing model
@@ -637,6 +549,10 @@ class LinearParticles(nn.Module):
 PARTICLES = {"softmax": SoftmaxParticles, "linear": LinearParticles}
 
 
+def layer_norm(config):
+    return nn.LayerNorm(config.n_embd, bias=config.bias)
+
+
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -652,29 +568,13 @@ class MLP(nn.Module):
 # The network
 
 
-class Scalars(nn.Module):
-    """{name: (transform, raw start)} -> learned 0-dim scalars, each stored before its transform as `<name>_raw`."""
-
-    def __init__(self, scalars):
-        super().__init__()
-        self.transforms = {name: transform for name, (transform, _) in scalars.items()}
-        for name, (_, start) in scalars.items():
-            self.register_parameter(name + "_raw", nn.Parameter(torch.tensor(start)))
-
-    def scalars(self, cache=None):
-        """{name: value}; with a cache those of its first pass."""
-        if cache:
-            return cache.once(self.scalars)
-        return {name: f(getattr(self, name + "_raw")) for name, f in self.transforms.items()}
-
-
 class Substep(Scalars):
     """One optimizer step: a template with its scalars and its auxiliary LayerNorm."""
 
     def __init__(self, config):
         self.template = TEMPLATES[config.template]
         super().__init__(self.template.scalars)
-        self.n_head, self.ln = config.n_head, LayerNorm(config) if self.template.scalars else None
+        self.n_head, self.ln = config.n_head, layer_norm(config) if self.template.scalars else None
 
     def forward(self, O, x, s, cache=None):
         x, *s = self.template.step(O, self.ln, self.n_head, x, *s, **self.scalars(cache))
@@ -684,8 +584,8 @@ class Substep(Scalars):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.ln_1, self.attn = LayerNorm(config), ATTENTION[config.attention](config)
-        self.ln_2, self.mlp = LayerNorm(config), MLP(config)
+        self.ln_1, self.attn = layer_norm(config), ATTENTION[config.attention](config)
+        self.ln_2, self.mlp = layer_norm(config), MLP(config)
         self.attn_step, self.mlp_step = Substep(config), Substep(config)
 
     def forward(self, x, s, cache=None):
@@ -707,11 +607,11 @@ class ParticleBlock(nn.Module):
             self.step, scalars = at_end, dict(h_x=scalars["h_x"])
         if config.lookahead:
             scalars = scalars | dict(mu=(torch.sigmoid, 0.001))
-        self.ln_1, self.attn = LayerNorm(config), PARTICLES[config.attention](config, with_force="h_y" in scalars)
-        self.ln_2, self.mlp = LayerNorm(config), MLP(config)
+        self.ln_1, self.attn = layer_norm(config), PARTICLES[config.attention](config, with_force="h_y" in scalars)
+        self.ln_2, self.mlp = layer_norm(config), MLP(config)
         self.attn_step = Scalars({name: (f, raw(f, config.h0 if value is None else value))
                                   for name, (f, value) in scalars.items()})
-        self.attn_step.ln = None if last else LayerNorm(config)
+        self.attn_step.ln = None if last else layer_norm(config)
         self.mlp_step = Scalars(dict(mu=(torch.sigmoid, raw(torch.sigmoid, 0.9)), gamma=sp1))
 
     def forward(self, x, s, cache=None):
@@ -792,15 +692,19 @@ class GPTConfig(Settings):
 
 class ChunkedLoss(torch.autograd.Function):
     """Mean cross-entropy of the logits x W^T, for x (N, C), W (V, C), targets (N,), -1 not counted. The logits exist
-    for a chunk of tokens at a time; their gradient is taken at once, nothing is computed twice. Differentiable once."""
+    for a chunk of tokens at a time; their gradient is taken at once, nothing is computed twice. Differentiable once.
+
+    What F.linear_cross_entropy of torch 2.13 lacks for it: it knows no autocast, and cast to bfloat16 it sums the loss
+    and dW over its chunks in bfloat16 (the loss 6% off with 128 chunks); second derivatives that a caller asks for are
+    wrong without an error; and targets of -1 alone give NaN gradients."""
 
     @staticmethod
     def forward(ctx, x, W, targets):
-        n, total = (targets >= 0).sum(), x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        n, total = (targets != -1).sum(), x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         dx, dW = torch.empty_like(x), torch.zeros_like(W) if ctx.needs_input_grad[1] else None
         tokens = max(1, 2 ** 23 // len(W))
         for x_c, dx_c, t in zip(x.split(tokens), dx.split(tokens), targets.split(tokens)):
-            counted, t = (t >= 0).unsqueeze(1), t.clamp_min(0).unsqueeze(1)
+            counted, t = (t != -1).unsqueeze(1), t.where(t != -1, 0).unsqueeze(1)
             z = F.linear(x_c, W).to(total.dtype)
             z -= z.logsumexp(-1, keepdim=True)
             total -= (z.gather(1, t) * counted).sum()
@@ -818,46 +722,50 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        if torch.is_grad_enabled() and not traced():            # not once_differentiable: it lets a constant g through
+        # not once_differentiable, which lets a constant g through
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("ChunkedLoss is differentiable once: take model(idx, targets), whose logits are whole")
         dx, dW = ctx.saved_tensors                              # in place: here memory is at its peak. A second
         return dx.mul_(g), None if dW is None else dW.mul_(g), None     # backward is refused for it
 
 
 class GPT(nn.Module):
-    """model(idx, targets=None) -> (logits, loss or None)."""
+    """model(idx, targets=None) -> (logits, loss or None). Its random tensors follow from torch's generator: from the
+    seed alone, right after torch.manual_seed(seed)."""
 
     def __init__(self, config):
         super().__init__()
-        self.config = config
+        self.config, seed = config, torch.randint(2 ** 31, (), device="cpu").item()
         V, T, C = config.vocab_size, config.block_size, config.n_embd
         if config.template in TEMPLATES:
             aux = "zero" if config.aux_init == "zero" else "embed"
-            self.starts = [aux if start == "embed" else start for start in TEMPLATES[config.template].streams.values()]
+            self.streams = [aux if kind == "embed" else kind for kind in TEMPLATES[config.template].streams.values()]
             blocks = [Block(config) for _ in range(config.n_layer)]
         else:
-            self.starts = ["embed" if config.aux_init == "embed" else "zero", "t0", "none"]     # Y, t, past
+            self.streams = ["embed" if config.aux_init == "embed" else "zero", "t0", "none"]    # Y, t, past
             blocks = [ParticleBlock(config, last=i == config.n_layer - 1) for i in range(config.n_layer)]
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(V, C),
             wpe=nn.Embedding(T, C),
             h=nn.ModuleList(blocks),
-            ln_f=LayerNorm(config)))
-        if "embed" in self.starts:
+            ln_f=layer_norm(config)))
+        if "embed" in self.streams:
             self.transformer.update(dict(aux_wte=nn.Embedding(V, C), aux_wpe=nn.Embedding(T, C)))
         self.lm_head = nn.Linear(C, V, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
-        self._init_weights()
+        self._init_weights(seed)
 
-    def _init_weights(self):
-        """LayerNorms and scalars are made with their starts, the table is at the top of this file."""
+    def _init_weights(self, seed):
+        """Each tensor is drawn by a generator of its own, from (seed, name): variants that share a tensor share its
+        values. LayerNorms and scalars are made with theirs; the table is at the top of this file."""
         for name, p in self.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if name.endswith("c_proj.weight"):
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer), generator=generator)
             elif name.endswith("c_b.weight"):
                 nn.init.eye_(p)
             elif p.ndim == 2:
-                nn.init.normal_(p, std=0.02)
+                nn.init.normal_(p, std=0.02, generator=generator)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
@@ -866,11 +774,11 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def fused_attention(self, on):
-        """Softmax attention by F.scaled_dot_product_attention (True, the start) or by the hand-written path (False)."""
+        """Softmax attention by F.scaled_dot_product_attention (True, as made) or by the hand-written path (False)."""
         for block in self.transformer.h:
             block.attn.fused = on
 
-    def start(self, kind, idx, pos, x):
+    def init_stream(self, kind, idx, pos, x):
         """What an auxiliary stream holds before the first block; (B, T, C) or, for R, (B, T, D, D), by broadcasting."""
         if kind == "embed":
             return self.transformer.aux_wte(idx) + self.transformer.aux_wpe(pos)
@@ -893,7 +801,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)
         for cache in caches or ():                              # after wte, which may refuse an id
             cache.next_pass(first, T)
-        s = [self.start(kind, idx, pos, x) for kind in self.starts]
+        s = [self.init_stream(kind, idx, pos, x) for kind in self.streams]
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.transformer.h):
             x, s = block(x, s, cache=caches and caches[i])

