@@ -44,7 +44,7 @@ from tqdm import tqdm
 import train
 from model import (GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, Settings, SoftmaxAttention, SoftmaxParticles,
                    attention_weights, exp_scores, setting)
-from prepare import cli, die, load_tokenizer, parse_args, split_args, write_atomic
+from prepare import cli, die, load_tokenizer, make_settings, or_die, parse_args, split_args, write_atomic
 from train import reason
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,11 +164,9 @@ def print_table(rows):
 @contextmanager
 def output(path):
     """write_atomic. Exits (2) if the file cannot be written."""
-    try:
-        with write_atomic(path) as f:
-            yield f
-    except (OSError, ValueError) as e:                          # ValueError: a path without a name
-        die(f"cannot write '{path}' ({reason(e)}): name a place where it can be")
+    errors = OSError, ValueError                                # ValueError: a path without a name
+    with or_die(f"cannot write '{path}'", "name a place where it can be", errors), write_atomic(path) as f:
+        yield f
 
 
 def write_json(path, content):
@@ -410,11 +408,6 @@ def attention_rows(attn, x):
     return (M / M.sum(-1, keepdim=True)).unsqueeze(1)
 
 
-def row_entropy(P):
-    """Entropy in nats of each row, (..., T, T) -> (..., T)."""
-    return torch.special.entr(P).sum(-1)
-
-
 @torch.no_grad()
 def entropy(run, cfg):
     """Mean entropy in nats of the rows of each head's attention, over batches and tokens."""
@@ -423,8 +416,8 @@ def entropy(run, cfg):
         die(f"{run.file}: the attention is {config.attention}, only softmax has rows of weights")
     batches, total = read_batches(run, cfg, cfg.batches), 0.0
     for idx, _ in batches:
-        total = total + torch.stack([row_entropy(attention_rows(attn, args[0])).mean(dim=(0, 2))
-                                     for attn, args in zip(attns, inputs(run.model, attns, idx))])
+        rows = (attention_rows(attn, args[0]) for attn, args in zip(attns, inputs(run.model, attns, idx)))
+        total = total + torch.stack([torch.special.entr(P).sum(-1).mean(dim=(0, 2)) for P in rows])
     heads, T = (total / len(batches)).tolist(), batches[0][0].size(1)
     layers = [dict(layer=i, entropy=statistics.mean(row), **{f"head_{h}": u for h, u in enumerate(row)})
               for i, row in enumerate(heads)]
@@ -451,8 +444,8 @@ def scalars(run, cfg):
     layers = []
     for i, block in enumerate(run.model.transformer.h):
         row = dict(layer=i)
-        for step in ("attn_step", "mlp_step"):
-            row.update({f"{step[:-5]}.{name}": value.item() for name, value in getattr(block, step).scalars().items()})
+        for kind, step in (("attn", block.attn_step), ("mlp", block.mlp_step)):
+            row.update({f"{kind}.{name}": value.item() for name, value in step.scalars().items()})
         if hasattr(block.attn, "h_raw"):
             row["attn.h"] = F.softplus(block.attn.h_raw).item()
         layers.append(row)
@@ -742,17 +735,17 @@ class CurvesConfig(Settings):
 def read_metrics(folder):
     """A run's metrics.jsonl as a table, steps by train_loss, val_loss and lr.GROUP. Exits (2) if it has none."""
     path = os.path.join(folder, "metrics.jsonl")
-    try:
+    if not os.path.exists(path):
+        die(f"no {path}: name the out_dir of a run of train.py")
+    errors = OSError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError      # of json and pandas
+    with or_die(f"{path} is not a log of train.py", "name the out_dir of a run", errors):
         with open(path, encoding="utf-8") as f:
-            table = pandas.json_normalize([json.loads(line) for line in f if line.endswith("\n")]).set_index("step")
+            table = pandas.json_normalize([json.loads(line) for line in f if line.endswith("\n")])
+        table = table.astype(dict(step=int)).set_index("step")
         if "lr" in table:
             raise ValueError("lr is not {group: rate}")
         rates = [key for key in table if key.startswith("lr.")]
         return table.reindex(columns=["train_loss", "val_loss", *rates]).astype(float)
-    except FileNotFoundError:
-        die(f"no {path}: name the out_dir of a run of train.py")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as e:
-        die(f"{path} is not a log of train.py ({reason(e)}): name the out_dir of a run")
 
 
 def curves(folders, cfg):
@@ -809,11 +802,8 @@ class Stepper:
     def __init__(self, template, cfg):
         self.cfg, self.device = cfg, train.pick_device(cfg.device)
         shape = dict(n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, block_size=cfg.block_size)
-        try:
-            self.model = GPT(GPTConfig(**shape, vocab_size=cfg.vocab_size, template=template, attention=cfg.attention))
-        except ValueError as e:
-            die(str(e))
-        self.model.to(self.device)
+        shape.update(vocab_size=cfg.vocab_size, template=template, attention=cfg.attention)
+        self.model = GPT(make_settings(GPTConfig, shape)).to(self.device)
         self.run = torch.compile(self.model) if cfg.compile else self.model
         self.idx = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.block_size), device=self.device)
 
@@ -1039,8 +1029,8 @@ def dynamics(cfg):
 
 class Probe(NamedTuple):
     """What `python analyze.py NAME` runs. If it reads checkpoints, run(Run, cfg) gives the result for one of them and
-    draw({label: result}) the figure of all. If it reads folders it is run(folders, cfg), if nothing run(cfg): these
-    print and write by themselves."""
+    draw({label: result}) the figure of all. If it reads nothing it is run(cfg), else run(words of the command line,
+    cfg): these print and write by themselves."""
     run: Callable
     config: type
     draw: Optional[Callable] = None
@@ -1119,10 +1109,10 @@ def main():
         die(f"no run: python analyze.py {name} OUT_DIR ...")
     if probe.reads == "checkpoints":
         read_checkpoints(name, words, cfg)
-    elif probe.reads == "folders":
-        probe.run(words, cfg)
-    else:
+    elif probe.reads == "nothing":
         probe.run(cfg)
+    else:
+        probe.run(words, cfg)
 
 
 if __name__ == "__main__":

@@ -2379,12 +2379,14 @@ def test_analyze_errors_are_one_line(capsys, monkeypatch, tmp_path):
     says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
     assert "no probe: name one of jacobian, sharpness" in says("") and "unknown probe curve:" in says("curve out")
     assert "no run: python analyze.py curves OUT_DIR" in says("curves")
+    assert all(name in A.__doc__ for name in A.PROBES)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install matplotlib" in says("curves out")
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
     assert "no nowhere/metrics.jsonl" in says("curves nowhere")
-    for row in (dict(step=1, lr=5), dict(step=1, lr=dict(norms="x")), dict(step=1, val_loss=[1]), dict(lr={}), [1]):
+    for row in (dict(step=1, lr=5), dict(step=1, lr=dict(norms="x")), dict(step=1, val_loss=[1]), dict(lr={}), [1],
+                dict(step="x")):
         (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         assert "metrics.jsonl is not a log of train.py (" in says(f"curves {tmp_path}")
 
