@@ -809,7 +809,7 @@ class Stepper:
 
     def timed(self, kind):
         """Seconds of self.train() or self.sample()."""
-        wait = (lambda: None) if self.device.type == "cpu" else torch.accelerator.synchronize
+        wait = lambda: self.device.type == "cpu" or torch.accelerator.synchronize(self.device)
         wait()
         began = time.perf_counter()
         getattr(self, kind)()
