@@ -20,7 +20,6 @@ A run is a folder of train.py (its best.pt is read) or a checkpoint file. Severa
 writes PROBE.json beside each checkpoint and, but for --plot=false, a PNG (which needs matplotlib).
 """
 import functools
-import itertools
 import json
 import math
 import multiprocessing
@@ -28,21 +27,24 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from numbers import Real
-from typing import Optional
+from typing import NamedTuple, Optional
 
+import pandas
 import torch
-from torch.func import functional_call, grad, jacrev, jvp, vjp
+import torch.nn.functional as F
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import train
 from model import (GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, Settings, SoftmaxAttention, SoftmaxParticles,
                    attention_weights, exp_scores, setting)
-from prepare import cli, die, load_tokenizer, parse_args, split_args, write_atomic
+from prepare import cli, die, load_tokenizer, make_settings, or_die, parse_args, split_args, write_atomic
 from train import reason
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -72,6 +74,17 @@ class BatchConfig(DataConfig):
     batches: int = setting(1, "how many batches", low=1)
 
 
+class Run(NamedTuple):
+    """A checkpoint that a probe looks at."""
+    file: str
+    model: GPT                                                  # in eval mode
+    state: dict                                                 # what the file holds
+
+    @property
+    def device(self):
+        return next(self.model.parameters()).device
+
+
 def checkpoint_file(path, cfg):
     """The checkpoint that a run's folder or a file's path names. Exits (2) if it is not there."""
     file = path if os.path.isfile(path) else os.path.join(path, cfg.checkpoint)
@@ -81,38 +94,58 @@ def checkpoint_file(path, cfg):
 
 
 def load(file, cfg):
-    """(model, its checkpoint's dict): in eval mode, in cfg.dtype, with attention by its hand-written path."""
+    """The Run of a checkpoint file, in cfg.dtype, with attention by its hand-written path."""
     model, state = train.load_checkpoint(file, train.pick_device(cfg.device))
     model.to(getattr(torch, cfg.dtype)).requires_grad_(False)
     model.fused_attention(False)
-    return model, state
+    return Run(file, model, state)
 
 
-def open_val(state, cfg, dataset, seed=0):
-    """The validation Split of a dataset that has the checkpoint's tokenizer, or exit (2)."""
-    T = cfg.block_size or state["model_config"]["block_size"]
-    if T > state["model_config"]["block_size"]:
-        die(f"block_size is {T}: the model's is {state['model_config']['block_size']}")
+def open_val(run, cfg, dataset, seed=0):
+    """The validation Split of a dataset that has the run's tokenizer, or exit (2)."""
+    block_size, tokenizer = run.model.config.block_size, run.state["tokenizer"]
+    T = cfg.block_size or block_size
+    if T > block_size:
+        die(f"block_size is {T}: the model's is {block_size}")
     val, meta = train.open_data(cfg.data_dir, dataset, T, val=seed)
-    if meta["tokenizer"] != state["tokenizer"]:
-        die(f"dataset {dataset} was prepared with the tokenizer {meta['tokenizer']}, the checkpoint's is "
-            f"{state['tokenizer']}: prepare it with --tokenizer={state['tokenizer']} and another --out")
+    if meta["tokenizer"] != tokenizer:
+        die(f"dataset {dataset} was prepared with the tokenizer {meta['tokenizer']}, the checkpoint's is {tokenizer}: "
+            f"prepare it with --tokenizer={tokenizer} and another --out")
     return val
 
 
-def read_batches(model, state, cfg, batches):
+def read_batches(run, cfg, batches):
     """[(idx, targets)], each (batch_size, T): the same ones for every run with that tokenizer and seed."""
-    val = open_val(state, cfg, cfg.dataset or state["config"]["dataset"], cfg.seed)
+    val = open_val(run, cfg, cfg.dataset or run.state["config"]["dataset"], cfg.seed)
     count = cfg.batch_size * batches
     if count > val.blocks:
         die(f"batch_size x batches is {count}: {val.path} has {val.blocks} blocks of {val.T + 1} tokens")
-    device = next(model.parameters()).device
-    return [val.batch(i, cfg.batch_size, device) for i in range(0, count, cfg.batch_size)]
+    return [val.batch(i, cfg.batch_size, run.device) for i in range(0, count, cfg.batch_size)]
 
 
-def progress(n, what):
-    """range(n) with a progress bar on a terminal."""
-    return tqdm(range(n), desc=what, leave=False, disable=None)
+def inputs(model, modules, idx):
+    """[args]: what the modules, given in the order in which they run, are called with when the model reads idx."""
+    seen = []
+    hooks = [module.register_forward_pre_hook(lambda module, args: seen.append(args)) for module in modules]
+    with torch.no_grad():
+        model.features(idx)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def comma_separated(text):
+    return [name.strip() for name in text.split(",")]
+
+
+def progress(items, what):
+    """The items, with a progress bar on a terminal."""
+    return tqdm(items, desc=what, leave=False, disable=None)
+
+
+def rademacher(like, generator):
+    """Random signs in the shape of a tensor."""
+    return torch.randint(2, like.shape, generator=generator).to(like) * 2 - 1
 
 
 def mean_se(values):
@@ -122,36 +155,25 @@ def mean_se(values):
 
 
 def print_table(rows):
-    """[{column: value}] as aligned text, in the order of first appearance."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cell = lambda v: f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v)
-    table = [columns] + [[cell(row.get(key)) for key in columns] for row in rows]
-    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-    for line in table:
-        print("  ".join(text.rjust(width) if i else text.ljust(width)
-                        for i, (text, width) in enumerate(zip(line, widths))).rstrip())
+    """[{column: value}] as text, a column below its name, at least two spaces from the next name."""
+    cell = lambda v: f"{v:.4g}" if isinstance(v, float) else v
+    table = pandas.DataFrame([{key: cell(v) for key, v in row.items()} for row in rows], dtype=object).fillna("")
+    print(table.to_string(index=False, col_space=[len(key) + 1 for key in table]))
 
 
 @contextmanager
 def output(path):
     """write_atomic. Exits (2) if the file cannot be written."""
-    try:
-        with write_atomic(path) as f:
-            yield f
-    except (OSError, ValueError) as e:                          # ValueError: a path without a name
-        die(f"cannot write '{path}' ({reason(e)}): name a place where it can be")
+    errors = OSError, ValueError                                # ValueError: a path without a name
+    with or_die(f"cannot write '{path}'", "name a place where it can be", errors), write_atomic(path) as f:
+        yield f
 
 
 def write_json(path, content):
     """content as strict JSON, numbers that are not finite as null."""
-    def clean(v):
-        if isinstance(v, dict):
-            return {key: clean(u) for key, u in v.items()}
-        if isinstance(v, (list, tuple)):
-            return [clean(u) for u in v]
-        return None if isinstance(v, float) and not math.isfinite(v) else v
+    finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
     with output(path) as f:
-        f.write(json.dumps(clean(content), indent=1).encode())
+        f.write(json.dumps(finite, indent=1).encode())
 
 
 def pyplot():
@@ -181,6 +203,15 @@ def panels(*ylabels, xlabel="layer"):
     return figure, axes[0]
 
 
+def draw_bars(ylabel, heights, errors=None):
+    """For each name in {run: {name: height}} a bar of each run, with its error if {run: {name: error}} is given."""
+    figure, (ax,) = panels(ylabel, xlabel="")
+    pandas.DataFrame(heights).plot.bar(ax=ax, yerr=errors and pandas.DataFrame(errors), width=0.8, rot=0, legend=False)
+    ax.grid(alpha=0.3)                                          # which pandas turned off
+    figure.legend(loc="outside upper center", ncols=6, fontsize="small")
+    return figure
+
+
 def save_figure(figure, path):
     with output(path) as f:
         figure.savefig(f, format="png", dpi=100, bbox_inches="tight")
@@ -200,29 +231,24 @@ class JacobianConfig(DataConfig):
     exact: bool = setting(False, "form the whole Jacobian (small models)")
 
 
-def block_inputs(model, idx):
-    """[(block, x, s)]: what each block reads."""
-    seen = []
-    hooks = [block.register_forward_pre_hook(lambda block, args: seen.append((block, *args)))
-             for block in model.transformer.h]
-    with torch.no_grad():
-        model.features(idx)
-    for hook in hooks:
-        hook.remove()
-    return seen
+def products(f, x):
+    """(V -> J V, V -> J^T V) for f's Jacobian J at x and the columns of V; several at a time where x is small, which
+    adds little to the memory."""
+    columns = lambda product: vmap(product, in_dims=1, out_dims=1, chunk_size=max(1, 2 ** 16 // x.numel()))
+    pullback = vjp(f, x)[1]
+    return (columns(lambda v: jvp(f, (x,), (v.view(x.shape),))[1].flatten()),
+            columns(lambda v: pullback(v.view(x.shape))[0].flatten()))
 
 
 def top_singular_values(f, x, k, iterations, generator, what=""):
     """(values, basis, images): the k largest singular values of f's Jacobian J at x, from below, by a randomized block
-    Krylov method with JVPs and VJPs, which also separates clustered ones (Musco, Musco, arXiv 1504.05477); its
-    orthonormal basis (n, m) and J^T of that. Memory: 4 (iterations + 1) (k + 10) vectors of x's size, and twice what a
-    backward pass of f keeps."""
-    _, pullback = vjp(f, x)
-    J = lambda V: torch.stack([jvp(f, (x,), (v.view_as(x),))[1].flatten() for v in V.T], dim=1)
-    Jt = lambda V: torch.stack([pullback(v.view_as(x))[0].flatten() for v in V.T], dim=1)
+    Krylov method, which also separates clustered ones (Musco, Musco, arXiv 1504.05477); its orthonormal basis (n, m)
+    and J^T of that. Memory: 4 (iterations + 1) (k + 10) vectors of x's size, and twice what a backward pass of f
+    keeps."""
+    J, Jt = products(f, x)
     Q = torch.randn(x.numel(), min(k + 10, x.numel()), dtype=torch.float64, generator=generator).to(x)
     basis, images = Q[:, :0], Q[:, :0]                          # orthonormal, and J^T of it
-    for _ in progress(iterations + 1, what):
+    for _ in progress(range(iterations + 1), what):
         Q = J(Q)[:, :x.numel() - basis.size(1)]
         for _ in range(2):                                      # the second time against rounding
             Q = torch.linalg.qr(Q - basis @ (basis.T @ Q)).Q
@@ -234,30 +260,32 @@ def top_singular_values(f, x, k, iterations, generator, what=""):
     return torch.linalg.svdvals(images)[:k], basis, images
 
 
-def jacobian(model, state, cfg):
+def squared_norm(f, x, basis, images, probes, generator):
+    """(|J|_F^2, its standard error): exactly within the basis, by Hutchinson's estimate outside of it."""
+    Z = torch.stack([rademacher(x, generator).flatten() for _ in range(probes)], dim=1)
+    JZ = products(f, x)[0](Z)
+    mean, se = mean_se(((JZ - basis @ (basis.T @ JZ)) ** 2).sum(0).tolist())
+    return (images ** 2).sum().item() + mean, se
+
+
+def jacobian(run, cfg):
     """For each block J = dX_{l+1}/dX_l, auxiliary streams held fixed [TMM, 5.3]."""
-    (idx, _), = read_batches(model, state, cfg, 1)
-    generator = torch.Generator().manual_seed(cfg.seed)
+    (idx, _), = read_batches(run, cfg, 1)
+    blocks, generator = run.model.transformer.h, torch.Generator().manual_seed(cfg.seed)
     layers, spectra = [], []
-    for i, (block, x, s) in enumerate(block_inputs(model, idx)):
+    for i, (block, (x, s)) in enumerate(zip(blocks, inputs(run.model, blocks, idx))):
         if cfg.k > x.numel():
             die(f"k is {cfg.k}: a Jacobian of {x.numel()} rows has no more singular values than that")
         f = lambda x: block(x, s)[0]
         if cfg.exact:
             S = torch.linalg.svdvals(jacrev(f)(x).view(x.numel(), x.numel()))
-            frobenius, se, S = (S ** 2).sum().item(), 0.0, S[:cfg.k]
+            square, se, S = (S ** 2).sum().item(), 0.0, S[:cfg.k]
         else:
             S, basis, images = top_singular_values(f, x, cfg.k, cfg.iterations, generator, f"layer {i}")
-            rest = []                                           # |J|^2 outside of the basis, by Hutchinson
-            for _ in range(cfg.probes):
-                z = torch.randint(2, x.shape, generator=generator) * 2 - 1
-                Jz = jvp(f, (x,), (z.to(x),))[1].flatten()
-                rest.append(((Jz - basis @ (basis.T @ Jz)) ** 2).sum().item())
-            frobenius, se = mean_se(rest)
-            frobenius += (images ** 2).sum().item()
+            square, se = squared_norm(f, x, basis, images, cfg.probes, generator)
         S = S.tolist()
         layers.append(dict(layer=i, sigma_max=S[0], sigma_min_eff=S[-1], spread=S[0] / S[-1],
-                           stable_rank=frobenius / S[0] ** 2, stable_rank_se=se / S[0] ** 2))
+                           stable_rank=square / S[0] ** 2, stable_rank_se=se / S[0] ** 2))
         spectra.append(S)
     persistence = sum(math.log(layer["sigma_min_eff"]) for layer in layers)
     return dict(persistence=persistence, layers=layers, singular_values=spectra)
@@ -306,7 +334,7 @@ def dot(u, v):
 def top_eigenvalue(hvp, v, iterations, tolerance):
     """(the eigenvalue of largest magnitude with its sign, |H v - lambda v|, iterations), by power iteration from v."""
     value, Hv = math.inf, v
-    for i in progress(iterations, "power iteration"):
+    for i in progress(range(iterations), "power iteration"):
         norm = dot(Hv, Hv).sqrt()
         v = {name: t / norm for name, t in Hv.items()}
         Hv = hvp(v)
@@ -322,8 +350,8 @@ def top_eigenvalue(hvp, v, iterations, tolerance):
 def trace(hvp, params, probes, generator):
     """(estimate, standard error) of tr H by Hutchinson's Rademacher vectors."""
     values = []
-    for _ in progress(probes, "trace"):
-        z = {name: (torch.randint(2, t.shape, generator=generator) * 2 - 1).to(t) for name, t in params.items()}
+    for _ in progress(range(probes), "trace"):
+        z = {name: rademacher(t, generator) for name, t in params.items()}
         values.append(dot(z, hvp(z)).item())
     return mean_se(values)
 
@@ -332,22 +360,27 @@ def random_like(params, generator):
     return {name: torch.randn(t.shape, generator=generator).to(t) for name, t in params.items()}
 
 
-def sharpness(model, state, cfg):
+def losses_along(direction, steps, loss, params, batches):
+    """The mean loss at params + step x direction, whose tensors are scaled to the norms of the params."""
+    direction = {name: t * params[name].norm() / t.norm() for name, t in direction.items()}
+    losses = []
+    for step in progress(steps, "slice"):
+        moved = {name: t + step * direction[name] for name, t in params.items()}
+        losses.append(sum(loss(moved, *batch).item() for batch in batches) / len(batches))
+    return losses
+
+
+def sharpness(run, cfg):
     """Curvature of the loss at the weights [TMM, 6.1 and app. G]; lambda_max is the eigenvalue largest in magnitude."""
-    batches = read_batches(model, state, cfg, cfg.batches)
-    params = dict(model.named_parameters())                     # lists the tied head once
-    loss = lambda p, idx, targets: functional_call(model, p, (idx, targets))[1]
+    batches = read_batches(run, cfg, cfg.batches)
+    params = dict(run.model.named_parameters())                 # lists the tied head once
+    loss = lambda p, idx, targets: functional_call(run.model, p, (idx, targets))[1]
     hvp, generator = make_hvp(loss, params, batches), torch.Generator().manual_seed(cfg.seed)
     value, residual, iterations = top_eigenvalue(hvp, random_like(params, generator), cfg.iterations, cfg.tolerance)
     tr, se = trace(hvp, params, cfg.probes, generator)
-    d = random_like(params, generator)
-    d = {name: t * params[name].norm() / t.norm() for name, t in d.items()}
     steps = torch.linspace(-cfg.radius, cfg.radius, cfg.points, dtype=torch.float64).tolist()
-    losses = []
-    for i in progress(cfg.points, "slice"):
-        moved = {name: t + steps[i] * d[name] for name, t in params.items()}
-        losses.append(sum(loss(moved, *batch).item() for batch in batches) / len(batches))
-    N = sum(t.numel() for t in params.values())
+    losses = losses_along(random_like(params, generator), steps, loss, params, batches)
+    N = run.model.num_params()
     return dict(lambda_max=value, residual=residual, iterations=iterations, trace=tr, trace_se=se,
                 trace_per_parameter=tr / N, parameters=N, slice=dict(steps=steps, losses=losses))
 
@@ -375,34 +408,21 @@ def attention_rows(attn, x):
     return (M / M.sum(-1, keepdim=True)).unsqueeze(1)
 
 
-def row_entropy(P):
-    """Entropy in nats of each row, (..., T, T) -> (..., T)."""
-    return torch.special.entr(P).sum(-1)
-
-
 @torch.no_grad()
-def entropy(model, state, cfg):
+def entropy(run, cfg):
     """Mean entropy in nats of the rows of each head's attention, over batches and tokens."""
-    attns = [block.attn for block in model.transformer.h]
+    attns, config = [block.attn for block in run.model.transformer.h], run.model.config
     if not isinstance(attns[0], (SoftmaxAttention, SoftmaxParticles)):
-        die(f"{cfg.path}: the attention is {model.config.attention}, only softmax has rows of weights")
-    sums = [0.0] * len(attns)
-    hooks = []
-    for i, attn in enumerate(attns):
-        def hook(attn, args, i=i):
-            sums[i] = sums[i] + row_entropy(attention_rows(attn, args[0])).mean(dim=(0, 2))
-        hooks.append(attn.register_forward_pre_hook(hook))
-    batches = read_batches(model, state, cfg, cfg.batches)
+        die(f"{run.file}: the attention is {config.attention}, only softmax has rows of weights")
+    batches, total = read_batches(run, cfg, cfg.batches), 0.0
     for idx, _ in batches:
-        model.features(idx)
-    for hook in hooks:
-        hook.remove()
-    heads = [(total / len(batches)).tolist() for total in sums]
-    T = batches[0][0].size(1)
-    uniform = sum(math.log(i) for i in range(1, T + 1)) / T
-    layers = [dict(layer=i, entropy=sum(row) / len(row), **{f"head_{h}": u for h, u in enumerate(row)})
+        rows = (attention_rows(attn, args[0]) for attn, args in zip(attns, inputs(run.model, attns, idx)))
+        total = total + torch.stack([torch.special.entr(P).sum(-1).mean(dim=(0, 2)) for P in rows])
+    heads, T = (total / len(batches)).tolist(), batches[0][0].size(1)
+    layers = [dict(layer=i, entropy=statistics.mean(row), **{f"head_{h}": u for h, u in enumerate(row)})
               for i, row in enumerate(heads)]
-    return dict(entropy=sum(layer["entropy"] for layer in layers) / len(layers), uniform=uniform, layers=layers)
+    return dict(entropy=statistics.mean(layer["entropy"] for layer in layers),
+                uniform=math.lgamma(T + 1) / T, layers=layers)      # the mean of log 1 ... log T
 
 
 def draw_entropy(results):
@@ -419,18 +439,18 @@ def draw_entropy(results):
     return figure
 
 
-def scalars(model, state, cfg):
+def scalars(run, cfg):
     """The learned scalars of every layer, after their transforms."""
     layers = []
-    for i, block in enumerate(model.transformer.h):
+    for i, block in enumerate(run.model.transformer.h):
         row = dict(layer=i)
-        for step in ("attn_step", "mlp_step"):
-            row.update({f"{step[:-5]}.{name}": value.item() for name, value in getattr(block, step).scalars().items()})
+        for kind, step in (("attn", block.attn_step), ("mlp", block.mlp_step)):
+            row.update({f"{kind}.{name}": value.item() for name, value in step.scalars().items()})
         if hasattr(block.attn, "h_raw"):
-            row["attn.h"] = torch.nn.functional.softplus(block.attn.h_raw).item()
+            row["attn.h"] = F.softplus(block.attn.h_raw).item()
         layers.append(row)
     if len(layers[0]) == 1:
-        die(f"{cfg.path}: a model of template {model.config.template} has no scalars")
+        die(f"{run.file}: a model of template {run.model.config.template} has no scalars")
     return dict(layers=layers)
 
 
@@ -465,34 +485,27 @@ class CorporaConfig(BatchConfig):
     batches: int = setting(10 ** 9, "at most how many batches of each; the default is all", low=1)
 
 
-def loss_on(model, state, cfg, dataset):
+def loss_on(run, cfg, dataset):
     """Mean loss in nats per token over a dataset's validation file, by train.py's evaluation."""
-    val = open_val(state, cfg, dataset)
-    amp = train.autocast(next(model.parameters()).device, "float32")
-    return train.evaluate(model, val, cfg.batch_size, cfg.batches, amp)
+    val = open_val(run, cfg, dataset)
+    run.model.fused_attention(True)                             # no derivatives here
+    return train.evaluate(run.model, val, cfg.batch_size, cfg.batches, train.autocast(run.device, "float32"))
 
 
-def corpora(model, state, cfg):
+def corpora(run, cfg):
     """Zero-shot loss and perplexity on other corpora [TMM, 6], over the whole batches that their val.bin has."""
-    model.fused_attention(True)                                 # no derivatives here
-    names = [name.strip() for name in cfg.datasets.split(",") if name.strip()]
+    names = [name for name in comma_separated(cfg.datasets) if name]
     if not names:
         die(f"datasets is '{cfg.datasets}': name at least one")
-    losses = {name: loss_on(model, state, cfg, name) for name in names}
+    losses = {name: loss_on(run, cfg, name) for name in names}
     losses["mean"] = sum(losses.values()) / len(losses)
     return {**losses, **{f"{name} ppl": math.exp(loss) if loss < 709 else math.inf for name, loss in losses.items()}}
 
 
 def draw_corpora(results):
-    names = [name for name in next(iter(results.values())) if not name.endswith(" ppl")]
-    figure, axes = panels("loss, nats per token", xlabel="")
-    for i, (run, r) in enumerate(results.items()):
-        at = [x + 0.8 * (i + 0.5) / len(results) - 0.4 for x in range(len(names))]
-        axes[0].bar(at, [r[name] for name in names], width=0.8 / len(results), label=run)
-    axes[0].set_xticks(range(len(names)), names)
-    low = min(r[name] for r in results.values() for name in names)
-    axes[0].set_ylim(bottom=0.9 * low)
-    figure.legend(loc="outside upper center", ncols=6, fontsize="small")
+    losses = {run: {name: loss for name, loss in r.items() if not name.endswith(" ppl")} for run, r in results.items()}
+    figure = draw_bars("loss, nats per token", losses)
+    figure.axes[0].set_ylim(bottom=0.9 * min(loss for row in losses.values() for loss in row.values()))
     return figure
 
 
@@ -506,25 +519,25 @@ class ForgettingConfig(BatchConfig):
     batches: int = setting(160, "validation batches", low=1)
 
 
-def forgetting(model, state, cfg):
+def forgetting(run, cfg):
     """Fine-tunes by train.py on the target: forgetting = source loss after - before, plasticity = target loss before -
     after [TMM, 6.2 and app. H]. The fine-tuned run is left in forgetting-TARGET beside the checkpoint."""
-    source, folder = cfg.source or state["config"]["dataset"], os.path.dirname(cfg.path) or "."
-    out = os.path.join(folder, f"forgetting-{cfg.target}")
-    model.fused_attention(True)
-    before = [loss_on(model, state, cfg, name) for name in (source, cfg.target)]
-    train.main([
-        f"--init_from={cfg.path}", f"--out_dir={out}", "--overwrite=true", f"--dataset={cfg.target}",
-        f"--data_dir={cfg.data_dir}", "--optimizer=adamw", "--learning_rate=1e-4", "--scalar_lr=1e-4", "--beta1=0.9",
-        "--beta2=0.95", "--weight_decay=0.01", "--warmup_steps=50", "--schedule=cosine", "--min_lr_ratio=0.1",
-        "--grad_clip=1", "--sam=off", f"--max_steps={cfg.max_steps}", f"--batch_size={cfg.batch_size}",
-        f"--gradient_accumulation_steps={cfg.gradient_accumulation_steps}", f"--eval_interval={cfg.max_steps}",
-        f"--eval_iters={cfg.batches}", f"--seed={cfg.seed}", f"--device={cfg.device}", "--sample_tokens=0",
-        *[f"--block_size={cfg.block_size}"] * (cfg.block_size is not None)])
-    tuned, state = train.load_checkpoint(os.path.join(out, "last.pt"), next(model.parameters()).device)
-    if state["step"] < cfg.max_steps:
-        die(f"fine-tuning stopped at step {state['step']} of {cfg.max_steps}: no result")
-    after = [loss_on(tuned.to(next(model.parameters()).dtype), state, cfg, name) for name in (source, cfg.target)]
+    datasets = cfg.source or run.state["config"]["dataset"], cfg.target
+    out = os.path.join(os.path.dirname(run.file) or ".", f"forgetting-{cfg.target}")
+    before = [loss_on(run, cfg, name) for name in datasets]
+    settings = dict(
+        init_from=run.file, out_dir=out, overwrite=True, dataset=cfg.target, data_dir=cfg.data_dir, optimizer="adamw",
+        learning_rate=1e-4, scalar_lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.01, warmup_steps=50,
+        schedule="cosine", min_lr_ratio=0.1, grad_clip=1, sam="off", max_steps=cfg.max_steps, batch_size=cfg.batch_size,
+        gradient_accumulation_steps=cfg.gradient_accumulation_steps, eval_interval=cfg.max_steps,
+        eval_iters=cfg.batches, seed=cfg.seed, device=cfg.device, sample_tokens=0)
+    if cfg.block_size:
+        settings["block_size"] = cfg.block_size
+    train.main([f"--{key}={value}" for key, value in settings.items()])
+    tuned = load(os.path.join(out, "last.pt"), cfg)
+    if tuned.state["step"] < cfg.max_steps:
+        die(f"fine-tuning stopped at step {tuned.state['step']} of {cfg.max_steps}: no result")
+    after = [loss_on(tuned, cfg, name) for name in datasets]
     return dict(forgetting=after[0] - before[0], plasticity=before[1] - after[1], source_before=before[0],
                 source_after=after[0], target_before=before[1], target_after=after[1])
 
@@ -558,6 +571,7 @@ def import_harness():
     try:
         import lm_eval.api.model
         import lm_eval.evaluator
+        import lm_eval.models.utils
         import lm_eval.tasks
     except ImportError:
         die("downstream needs the package lm_eval: pip install lm_eval")
@@ -571,112 +585,122 @@ def task_manager(include_path):
 
 
 def windows(context, continuation, size):
-    """(input ids, target ids) that score each id of the continuation once, after as much of what is before it as the
-    size allows. A continuation above the size takes several, cut as lm_eval cuts a rolling text."""
-    ids = context + continuation
-    for first in range(len(context), len(ids), size):
-        end = min(first + size, len(ids))
-        yield ids[max(0, end - 1 - size):end - 1], ids[first:end]
+    """[(context ids, continuation ids)], each of at most size + 1 ids, that score every id of the continuation once. Of
+    a context, which is not empty, the last ids are read. A continuation above the size is cut as lm_eval cuts a rolling
+    text, and reads the last id of the context only."""
+    if 0 < len(continuation) <= size:
+        return [(context[-(size + 1 - len(continuation)):], continuation)]
+    utils = import_harness().utils
+    return [utils.make_disjoint_window(w)
+            for w in utils.get_rolling_token_windows(continuation, context[-1], size, context_len=1)]
+
+
+@torch.no_grad()
+def score(model, pairs, batch_size):
+    """[(context ids, continuation ids)] -> [(log-likelihood in nats, whether greedy decoding says the same)]."""
+    config, device = model.config, next(model.parameters()).device
+    sums, greedy = [0.0] * len(pairs), [True] * len(pairs)
+    rows = [(i, *w) for i, pair in enumerate(pairs) for w in windows(*pair, config.block_size)]
+    rows.sort(key=lambda row: -len(row[1] + row[2]))            # batches of like lengths, the largest first
+    for k in progress(range(0, len(rows), batch_size), "likelihoods"):
+        batch = rows[k:k + batch_size]                          # padded on the right: a causal model looks to the left
+        idx = pad_sequence([torch.tensor((before + after)[:-1]) for _, before, after in batch], batch_first=True)
+        for x, (i, before, after) in zip(model.features(idx.to(device)), batch):
+            x, targets = x[len(before) - 1:][:len(after)], torch.tensor(after, device=device)
+            logits = model.lm_head(x)[:, :config.tokenizer_size].float()
+            sums[i] -= F.cross_entropy(logits, targets, reduction="sum").item()
+            greedy[i] &= (logits.argmax(-1) == targets).all().item()
+    return list(zip(sums, greedy))
+
+
+def write(model, tokenizer, idx, settings):
+    """Prompts (B, T) -> B texts, each of which ends before a string of until, before end-of-text or at max_gen_toks
+    tokens. do_sample alone means a temperature of 1."""
+    utils = import_harness().models.utils
+    given = {key: value for key, value in settings.items() if value is not None}
+    given = utils.normalize_gen_kwargs(dict(temperature=float(given.get("do_sample", False))) | given)
+    known = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
+    if unknown := [key for key in given if key not in known]:
+        die(f"generation with {', '.join(unknown)}: a task can set {', '.join(known)} here")
+    until, n, _, temperature, top_k, top_p = (given.get(key) for key in known)
+    stops = [tokenizer.decode([tokenizer.eot]).decode()] + [stop for stop in until if stop]
+    texts, ended = [b""] * len(idx), [False] * len(idx)         # bytes: a token may end within a character
+    for token in model.next_tokens(idx, n, temperature, top_k, top_p):
+        for b, t in enumerate(token[:, 0].tolist()):
+            if not ended[b]:
+                texts[b] += tokenizer.decode([t])
+                ended[b] = any(stop.encode() in texts[b] for stop in stops)
+        if all(ended):
+            break
+    return [utils.postprocess_generated_text(text.decode(errors="replace"), stops, None) for text in texts]
+
+
+def generate(model, tokenizer, prompts, batch_size):
+    """[(prompt ids, settings)] -> the text after each, in batches of one length and one settings: padding would be seen
+    here. A text that outgrows the window goes on as in GPT.generate."""
+    size, device = model.config.block_size, next(model.parameters()).device
+    order = import_harness().models.utils.Collator(
+        [(ids[-size:], settings) for ids, settings in prompts], group_by="gen_kwargs",
+        group_fn=lambda prompt: (len(prompt[0]), repr(prompt[1])), sort_fn=lambda prompt: 0)    # no order within
+    texts = []
+    for batch in progress(list(order.get_batched(n=batch_size)), "texts"):
+        idx = torch.tensor([ids for ids, _ in batch], device=device)
+        texts += write(model, tokenizer, idx, batch[0][1])
+    return order.get_original(texts)
 
 
 def harness_model(model, tokenizer, batch_size):
     """A GPT as a model of lm_eval, in eval mode. Exits (2) if lm_eval is missing."""
-    encode, eot, size = lambda text: tokenizer.encode(text).tolist(), tokenizer.eot, model.config.tokenizer_size
-    window, device = model.config.block_size, next(model.parameters()).device
+    encode, eot = lambda text: tokenizer.encode(text).tolist(), tokenizer.eot
     model.eval()
 
-    class Harness(import_harness().api.model.LM):
-        """End-of-text stands before a text that nothing is before. Of a long context the last tokens are read."""
+    class Harness(import_harness().api.model.TemplateLM):
+        """End-of-text stands before a text that nothing is before."""
+        eot_token_id = eot
 
-        def loglikelihood(self, requests):
-            """(context, continuation) of each request -> (log-likelihood in nats, whether greedy decoding says it)."""
-            return self.score([self.pair(*r.args) for r in requests], "loglikelihood")
+        def tok_encode(self, string, **_):
+            return encode(string) or [eot]
 
-        def loglikelihood_rolling(self, requests):
-            """(text,) of each request -> its log-likelihood in nats, window by window."""
-            return [total for total, _ in self.score([([eot], encode(*r.args)) for r in requests], "rolling")]
-
-        def pair(self, context, continuation):
-            """Ids of both, cut as lm_eval does: spaces that end the context count as the continuation's, whose ids are
-            those of the whole beyond as many as the context alone has. If there are none, because the continuation
-            merged into the context's last token, all of the whole that differs from the context counts."""
-            before, whole = encode(context.rstrip()), encode(context + continuation)
-            if len(whole) <= len(before):
+        def _encode_pair(self, context, continuation):
+            """lm_eval's cut, which gives the continuation the spaces that end the context. Where it leaves nothing to
+            score, because the continuation merged into the context's last token ("Hello wor" + "ld"), all that differs
+            from the context's own ids counts."""
+            if not context.strip():
+                return [eot], encode(context + continuation)
+            before, after = super()._encode_pair(context, continuation)
+            if not after:
+                whole = encode(context + continuation)
                 before = os.path.commonprefix([before, whole])
-            return before or [eot], whole[len(before):]
+                after = whole[len(before):]
+            return before or [eot], after
 
-        @torch.no_grad()
-        def score(self, pairs, name):
-            """[(context ids, continuation ids)], contexts not empty -> [(log-likelihood, is greedy)]."""
-            sums, greedy = [0.0] * len(pairs), [True] * len(pairs)
-            rows = [(i, *w) for i, p in enumerate(pairs) for w in windows(*p, window)]
-            rows.sort(key=lambda row: -len(row[1]))             # batches of like lengths, the largest first
-            for k in tqdm(range(0, len(rows), batch_size), desc=name, disable=None):
-                batch = rows[k:k + batch_size]                  # padded on the right: a causal model looks to the left
-                x = model.features(pad_sequence([torch.tensor(ids) for _, ids, _ in batch], True).to(device))
-                for x_i, (i, ids, targets) in zip(x, batch):
-                    logits = model.lm_head(x_i[len(ids) - len(targets):len(ids)])[:, :size].float()
-                    targets = torch.tensor(targets, device=device)
-                    sums[i] += logits.log_softmax(-1).gather(1, targets[:, None]).sum().item()
-                    greedy[i] &= (logits.argmax(-1) == targets).all().item()
-            return list(zip(sums, greedy))
+        def _loglikelihood_tokens(self, requests, **_):
+            return score(model, [pair for _, *pair in requests], batch_size)
 
-        def generate_until(self, requests):
-            """(context, settings) of each request -> the text after it, which ends before a string of until, before
-            end-of-text or at max_gen_toks tokens. A text that outgrows the window goes on as in GPT.generate."""
-            prompts = [(encode(r.args[0]) or [eot])[-window:] for r in requests]
-            texts = [""] * len(requests)
+        def loglikelihood_rolling(self, requests, **_):
+            pairs = [([eot], encode(*r.args)) for r in requests]
+            return [total for total, _ in score(model, pairs, batch_size)]
 
-            def like(i):                                        # padding would be seen here: only equal lengths batch
-                return -len(prompts[i]), repr(requests[i].args[1])
-
-            groups = [list(group) for _, group in itertools.groupby(sorted(range(len(texts)), key=like), like)]
-            batches = [group[k:k + batch_size] for group in groups for k in range(0, len(group), batch_size)]
-            for batch in tqdm(batches, desc="generate_until", disable=None):
-                idx = torch.tensor([prompts[i] for i in batch], device=device)
-                for i, text in zip(batch, self.write(idx, **requests[batch[0]].args[1])):
-                    texts[i] = text
-            return texts
-
-        def write(self, idx, until=(), max_gen_toks=256, do_sample=None, temperature=None, top_k=None, top_p=None,
-                  **others):
-            """Prompts (B, T) -> B texts. As in lm_eval, a temperature alone asks for sampling, do_sample alone for that
-            of 1, and neither, or do_sample=False, for the likeliest token."""
-            max_gen_toks = others.pop("max_new_tokens", max_gen_toks)
-            if others:
-                die(f"generation with {', '.join(others)}: a task can set until, max_gen_toks, do_sample, temperature, "
-                    "top_k and top_p here")
-            if temperature is None:
-                temperature = 1.0 if do_sample else 0.0
-            stops = [s.encode() for s in ([until] if isinstance(until, str) else until or ()) if s]
-            texts, ended = [b""] * len(idx), [False] * len(idx)
-            for token in model.next_tokens(idx, max_gen_toks, 0.0 if do_sample is False else temperature, top_k, top_p):
-                for b, t in enumerate(token[:, 0].tolist()):
-                    if not ended[b]:
-                        texts[b] += b"" if t == eot else tokenizer.decode([t])
-                        ended[b] = t == eot or any(stop in texts[b] for stop in stops)
-                if all(ended):
-                    break
-            for stop in stops:
-                texts = [text.partition(stop)[0] for text in texts]
-            return [text.decode(errors="replace") for text in texts]
+        def generate_until(self, requests, **_):
+            prompts = [(self.tok_encode(context), settings) for context, settings in (r.args for r in requests)]
+            return generate(model, tokenizer, prompts, batch_size)
 
     return Harness()
 
 
-def downstream(model, state, cfg):
+def downstream(run, cfg):
     """{task: {metric: value, metric_stderr: its standard error, where lm_eval has one}}; metrics of a filter of lm_eval
     have its name after a comma. lm_eval sets the seeds of python, numpy and torch. Exits (2) for an unknown task, for
     data that cannot be had and for settings of generation that are not known here."""
     evaluate = import_harness().evaluator.simple_evaluate
-    names = [name.strip() for name in cfg.tasks.split(",")]
+    names = comma_separated(cfg.tasks)
     if cfg.include_path and not os.path.isdir(cfg.include_path):
         die(f"include_path is {cfg.include_path}: there is no such folder")
     manager = task_manager(cfg.include_path and os.path.abspath(cfg.include_path))
     for name in names:
         if name not in manager.all_tasks:
             die(f"unknown task '{name}': tasks takes names that lm_eval has, or a YAML file in include_path")
-    harness, results = harness_model(model, load_tokenizer(state["tokenizer"]), cfg.batch_size), {}
+    harness, results = harness_model(run.model, load_tokenizer(run.state["tokenizer"]), cfg.batch_size), {}
     for name in names:
         fewshot = FEWSHOT.get(name) if cfg.num_fewshot is None else cfg.num_fewshot
         try:
@@ -691,17 +715,12 @@ def downstream(model, state, cfg):
 
 
 def draw_downstream(results):
-    figure, axes = panels("accuracy (acc_norm where there is one), or the first metric", xlabel="")
-    tasks = list(next(iter(results.values())))
-    for i, (run, r) in enumerate(results.items()):
-        keys = ["acc_norm" if "acc_norm" in r[task] else next(iter(r[task]), "") for task in tasks]
-        at = [x + 0.8 * (i + 0.5) / len(results) - 0.4 for x in range(len(tasks))]
-        heights = [r[task].get(key, math.nan) for task, key in zip(tasks, keys)]
-        errors = [r[task].get(f"{key}_stderr", 0.0) for task, key in zip(tasks, keys)]
-        axes[0].bar(at, heights, width=0.8 / len(results), label=run, yerr=errors)
-    axes[0].set_xticks(range(len(tasks)), tasks)
-    axes[0].legend()
-    return figure
+    heights, errors = {}, {}
+    for run, r in results.items():
+        metric = {task: "acc_norm" if "acc_norm" in row else next(iter(row), "") for task, row in r.items()}
+        heights[run] = {task: row.get(metric[task], math.nan) for task, row in r.items()}
+        errors[run] = {task: row.get(f"{metric[task]}_stderr", 0.0) for task, row in r.items()}
+    return draw_bars("acc_norm, else the first metric", heights, errors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -714,52 +733,40 @@ class CurvesConfig(Settings):
 
 
 def read_metrics(folder):
-    """The rows of a run's metrics.jsonl. Exits (2) if it has none."""
+    """A run's metrics.jsonl as a table, steps by train_loss, val_loss and lr.GROUP. Exits (2) if it has none."""
     path = os.path.join(folder, "metrics.jsonl")
-    try:
-        with open(path, encoding="utf-8") as f:
-            rows = [json.loads(line) for line in f if line.endswith("\n")]
-        if not all(isinstance(row["step"], int) for row in rows) or not rows:
-            raise ValueError("it holds no steps")
-        for row in rows:
-            if not all(v is None or isinstance(v, Real) for v in
-                       (row.get("train_loss"), row.get("val_loss"), *row.get("lr", {}).values())):
-                raise ValueError(f"at step {row['step']} a loss or rate is no number")
-        return rows
-    except FileNotFoundError:
+    if not os.path.exists(path):
         die(f"no {path}: name the out_dir of a run of train.py")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        die(f"{path} is not a log of train.py ({e}): name the out_dir of a run")
+    errors = OSError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError      # of json and pandas
+    with or_die(f"{path} is not a log of train.py", "name the out_dir of a run", errors):
+        with open(path, encoding="utf-8") as f:
+            table = pandas.json_normalize([json.loads(line) for line in f if line.endswith("\n")])
+        table = table.astype(dict(step=int)).set_index("step")
+        if "lr" in table:
+            raise ValueError("lr is not {group: rate}")
+        rates = [key for key in table if key.startswith("lr.")]
+        return table.reindex(columns=["train_loss", "val_loss", *rates]).astype(float)
 
 
 def curves(folders, cfg):
     """Loss curves of several runs, and below them the schedule of their rates, to one PNG."""
-    plt = pyplot()
-    runs = {folder: read_metrics(folder) for folder in folders}
+    plt, tables = pyplot(), {folder: read_metrics(folder) for folder in folders}
     figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained")
-    styles, labelled = dict(matrices="-", embeddings="--", norms=":", scalars="-."), set()
-    for i, (folder, rows) in enumerate(runs.items()):
-        color = f"C{i % 10}"
-        training, val = ([(row["step"], row[key]) for row in rows if row.get(key) is not None]
-                         for key in ("train_loss", "val_loss"))
-        name = os.path.basename(os.path.normpath(folder))
-        best = f", best {min(loss for _, loss in val):.4f}" if val else ""
-        top.plot(*zip(*training), color=color, alpha=0.35, linewidth=1) if training else None
-        top.plot(*zip(*val), "o-", color=color, markersize=3, label=f"{name}{best}") if val else None
-        rates = {}                                              # group: [(step, rate)]
-        for row in rows:
-            for group, rate in row.get("lr", {}).items():
-                rates.setdefault(group, []).append((row["step"], rate))
-        for group in rates:
-            bottom.plot(*zip(*rates[group]), styles.get(group, "-"), color=color, linewidth=1,
-                        label=None if group in labelled else group)
-            labelled.add(group)
-    top.set(ylabel="loss, nats per token")
+    label_axes(top, "loss, nats per token", xlabel="")
+    label_axes(bottom, "rate", xlabel="step")
+    styles, groups = dict(matrices="-", embeddings="--", norms=":", scalars="-."), {}
+    for i, (folder, table) in enumerate(tables.items()):
+        name, color = os.path.basename(os.path.normpath(folder)), f"C{i % 10}"
+        top.plot(table["train_loss"].dropna(), color=color, alpha=0.35, linewidth=1)
+        best = table["val_loss"].min()
+        top.plot(table["val_loss"].dropna(), "o-", color=color, markersize=3, label=f"{name}, best {best:.4f}")
+        for key, rates in table.filter(like="lr.").items():
+            group = key.removeprefix("lr.")
+            line, = bottom.plot(rates.dropna(), styles.get(group, "-"), color=color, linewidth=1)
+            groups.setdefault(group, line)
     top.legend(title="validation (train: pale)")
-    bottom.set(xlabel="step", ylabel="rate", yscale="log")
-    bottom.legend(ncols=4, fontsize="small")
-    for ax in (top, bottom):
-        ax.grid(alpha=0.3)
+    bottom.set_yscale("log")
+    bottom.legend(groups.values(), groups, ncols=4, fontsize="small")
     save_figure(figure, cfg.out)
 
 
@@ -795,22 +802,18 @@ class Stepper:
     def __init__(self, template, cfg):
         self.cfg, self.device = cfg, train.pick_device(cfg.device)
         shape = dict(n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, block_size=cfg.block_size)
-        try:
-            self.model = GPT(GPTConfig(**shape, vocab_size=cfg.vocab_size, template=template, attention=cfg.attention))
-        except ValueError as e:
-            die(str(e))
-        self.model.to(self.device)
+        shape.update(vocab_size=cfg.vocab_size, template=template, attention=cfg.attention)
+        self.model = GPT(make_settings(GPTConfig, shape)).to(self.device)
         self.run = torch.compile(self.model) if cfg.compile else self.model
         self.idx = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.block_size), device=self.device)
 
     def timed(self, kind):
         """Seconds of self.train() or self.sample()."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait = lambda: self.device.type == "cpu" or torch.accelerator.synchronize(self.device)
+        wait()
         began = time.perf_counter()
         getattr(self, kind)()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait()
         return time.perf_counter() - began
 
     def train(self):
@@ -826,6 +829,12 @@ class Stepper:
             self.model.generate(prompt, self.cfg.sample_tokens, temperature=0)
 
 
+def resident(key):
+    """MiB of memory that Linux counts for this process: VmRSS now, VmHWM at most so far."""
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) / 1024 for line in f if line.startswith(key))
+
+
 def peak_memory(template, cfg):
     """MiB that a training step adds to a fresh process (CPU: its resident memory, CUDA: its allocations)."""
     stepper = Stepper(template, cfg)
@@ -834,11 +843,6 @@ def peak_memory(template, cfg):
         torch.cuda.reset_peak_memory_stats()
         stepper.train()
         return (torch.cuda.max_memory_allocated() - base) / 2 ** 20
-
-    def resident(key):                                          # VmRSS: now, VmHWM: at most so far
-        with open("/proc/self/status") as f:
-            return next(int(line.split()[1]) / 1024 for line in f if line.startswith(key))
-
     whole, stepper.idx = stepper.idx, stepper.idx[:1, :8]
     stepper.train()                                             # what libraries allocate once
     base, stepper.idx = resident("VmRSS"), whole
@@ -846,37 +850,39 @@ def peak_memory(template, cfg):
     return resident("VmHWM") - base
 
 
+def interleaved(steppers, kind, repeats):
+    """(seconds, ratios) of each: the first one runs before and after every other, ratios are to the mean of the two."""
+    for stepper in steppers:
+        stepper.timed(kind)                                     # compiles, allocates
+    found, before = [([], []) for _ in steppers], steppers[0].timed(kind)
+    for _ in progress(range(repeats), kind):
+        for stepper, (times, ratios) in zip(steppers, found):
+            times.append(stepper.timed(kind))
+            after = steppers[0].timed(kind)
+            ratios.append(2 * times[-1] / (before + after))
+            before = after
+    return found
+
+
 def speed(cfg):
-    """Interleaved: runs of the first before and after each of another, medians of the ratio to these two's mean."""
+    """Time of training and sampling, memory of training, for each template: medians over the repeats."""
     if os.path.isdir(cfg.out or "."):
         die(f"out is '{cfg.out}', a folder: name a file")
     if cfg.prompt > cfg.block_size:
         die(f"prompt is {cfg.prompt}: it must be at most block_size, {cfg.block_size}")
-    names = [name.strip() for name in cfg.templates.split(",")]
-    rows = [dict(template=name) for name in names]
+    rows = [dict(template=name) for name in comma_separated(cfg.templates)]
     if cfg.memory and (torch.cuda.is_available() or os.path.exists("/proc/self/status")):
-        for row in rows:                                        # in processes of their own
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        context = multiprocessing.get_context("forkserver")     # processes of their own, which begin with these:
+        context.set_forkserver_preload(["torch", "pandas"])
+        for row in rows:
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
                 row["memory_MiB"] = round(pool.submit(peak_memory, row["template"], cfg).result(), 1)
-    steppers = [Stepper(name, cfg) for name in names]
-    kinds = {"train": cfg.batch_size * cfg.block_size}          # method of Stepper: its tokens
-    if cfg.sample_tokens:
-        kinds["sample"] = cfg.sample_batch * cfg.sample_tokens
-    for kind, tokens in kinds.items():
-        for stepper in steppers:
-            stepper.timed(kind)                                 # compiles, allocates
-        times, ratios = [[] for _ in names], [[] for _ in names]
-        before = steppers[0].timed(kind)
-        for _ in progress(cfg.repeats, kind):
-            for i, stepper in enumerate(steppers):
-                times[i].append(stepper.timed(kind))
-                after = steppers[0].timed(kind)
-                ratios[i].append(2 * times[i][-1] / (before + after))
-                before = after
-        for row, t, r in zip(rows, times, ratios):
-            row[f"{kind}_ms"] = round(1e3 * statistics.median(t), 3)
-            row[f"{kind}_tokens_per_second"] = round(tokens / statistics.median(t), 1)
-            row[f"{kind}_ratio"] = round(statistics.median(r), 3)
+    steppers = [Stepper(row["template"], cfg) for row in rows]
+    for kind, tokens in (("train", cfg.batch_size * cfg.block_size), ("sample", cfg.sample_batch * cfg.sample_tokens)):
+        for row, (times, ratios) in zip(rows, interleaved(steppers, kind, cfg.repeats) if tokens else ()):
+            seconds = statistics.median(times)
+            row.update({f"{kind}_ms": round(1e3 * seconds, 3), f"{kind}_tokens_per_second": round(tokens / seconds, 1),
+                        f"{kind}_ratio": round(statistics.median(ratios), 3)})
     print(f"{steppers[0].device}, {torch.get_num_threads()} threads, {cfg.dtype}, "
           f"{'compiled' if cfg.compile else 'eager'}; {cfg.attention} attention, {cfg.n_layer} layers, "
           f"{cfg.n_head} heads, {cfg.n_embd} channels, {cfg.batch_size} x {cfg.block_size} tokens"
@@ -905,34 +911,36 @@ class DynamicsConfig(Settings):
     out: str = setting("dynamics", "files: .json and .png")
 
 
-def contraction_rates(kappa):
-    """[row]: for the energy sum_i lambda_i x_i^2 / 2 with lambda from 1 to kappa, the factor by which a layer of a
-    template without LayerNorm shrinks the state (the spectral radius of its Jacobian) and the known rate. Scalars are
-    the best ones; yurii's and tmm's best look-ahead mu on a quadratic is none, which makes them heavy ball."""
-    k, c = math.sqrt(kappa), math.sqrt(3 * kappa + 1)
-    fast = dict(beta=((k - 1) / (k + 1)) ** 2, gamma=4 / (k + 1) ** 2)
-    cases = [  # template, scalars, rate; the oracle is -gradient, for vanilla times its best step 2 / (kappa + 1)
-        ("vanilla", {}, (kappa - 1) / (kappa + 1), "(kappa - 1) / (kappa + 1)"),
-        ("hb", fast, (k - 1) / (k + 1), "(sqrt kappa - 1) / (sqrt kappa + 1)"),
-        ("yurii", dict(fast, mu=0.0), (k - 1) / (k + 1), "(sqrt kappa - 1) / (sqrt kappa + 1), mu = 0"),
-        ("yurii", dict(mu=(c - 2) / (c + 2), beta=(c - 2) / (c + 2), gamma=4 / c ** 2), 1 - 2 / c,
-         "1 - 2 / sqrt(3 kappa + 1), Nesterov's mu = beta"),
-        ("tmm", dict(fast, mu=0.0, nu=2.0, gamma=fast["gamma"] / 2), (k - 1) / (k + 1),
-         "(sqrt kappa - 1) / (sqrt kappa + 1), mu = 0")]
+def contraction(template, kappa, scalars):
+    """The factor by which a layer of a template without LayerNorm shrinks its state (the spectral radius of its
+    Jacobian) for the energy sum_i lambda_i x_i^2 / 2 with lambda from 1 to kappa. The oracle is -gradient, for vanilla
+    times its best step 2 / (kappa + 1)."""
+    size = 2 / (kappa + 1) if template == "vanilla" else 1.0
     values = torch.logspace(0, math.log10(kappa), 9, dtype=torch.float64)
-    rows = []
-    for template, scalars, rate, formula in cases:
-        size = 2 / (kappa + 1) if template == "vanilla" else 1.0
-        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+    scalars = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+    row, oracle, norm = TEMPLATES[template], lambda u: -size * values * u, lambda u: u
+    layer = lambda state: torch.cat(row.step(oracle, norm, 1, *state.split(1), **scalars))
+    state = torch.zeros(1 + len(row.streams), 9, dtype=torch.float64)   # rows: x, the streams
+    J = jacrev(layer)(state).reshape(state.numel(), state.numel())
+    return torch.linalg.eigvals(J).abs().max().item()
 
-        def layer(state):
-            x, s = state[:1], [] if template == "vanilla" else [state[1:]]
-            return torch.cat(TEMPLATES[template].step(lambda u: -size * values * u, lambda u: u, 1, x, *s, **numbers))
-        state = torch.zeros(1 if template == "vanilla" else 2, 9, dtype=torch.float64)
-        J = jacrev(layer)(state).reshape(state.numel(), state.numel())
-        rows.append(dict(template=template, measured=torch.linalg.eigvals(J).abs().max().item(), rate=rate,
-                         formula=formula))
-    return rows
+
+def contraction_rates(kappa):
+    """[row]: the measured contraction of a template and the known rate. Scalars are the best ones; yurii's and tmm's
+    best look-ahead mu on a quadratic is none, which makes them heavy ball."""
+    k, c = math.sqrt(kappa), math.sqrt(3 * kappa + 1)
+    momentum, gamma = ((k - 1) / (k + 1)) ** 2, 4 / (k + 1) ** 2
+    fast, nesterov = (k - 1) / (k + 1), (c - 2) / (c + 2)
+    cases = [  # template, scalars, rate
+        ("vanilla", {}, (kappa - 1) / (kappa + 1), "(kappa - 1) / (kappa + 1)"),
+        ("hb", dict(beta=momentum, gamma=gamma), fast, "(sqrt kappa - 1) / (sqrt kappa + 1)"),
+        ("yurii", dict(beta=momentum, gamma=gamma, mu=0.0), fast, "(sqrt kappa - 1) / (sqrt kappa + 1), mu = 0"),
+        ("yurii", dict(beta=nesterov, gamma=4 / c ** 2, mu=nesterov), 1 - 2 / c,
+         "1 - 2 / sqrt(3 kappa + 1), Nesterov's mu = beta"),
+        ("tmm", dict(beta=momentum, gamma=gamma / 2, mu=0.0, nu=2.0), fast,
+         "(sqrt kappa - 1) / (sqrt kappa + 1), mu = 0")]
+    return [dict(template=template, measured=contraction(template, kappa, scalars), rate=rate, formula=formula)
+            for template, scalars, rate, formula in cases]
 
 
 def sphere(X):
@@ -940,43 +948,67 @@ def sphere(X):
 
 
 @torch.no_grad()
-def particle_energies(cfg):
-    """{integrator or 'first order': energies, one more than steps}: unmasked particles, from rest, on the sphere of
-    radius sqrt(dim), to which positions return after each step, and momenta to its tangents. Energy: softmax
-    -(1/2n^2) sum_ij exp(x_i^T A x_j) with A = I / dim, linear -(1/2n) sum_i x_i^T V x_i, V = diag(1 .. dim) / dim.
-    First order: X' = X + h G(0)."""
-    config = GPTConfig(template="presymp_euler", attention=cfg.kernel, n_embd=cfg.dim, n_head=1,
-                       **dict(symp_force="hamiltonian", symp_b="identity") if cfg.kernel == "softmax" else {})
+def particles(cfg):
+    """(attention without a mask, the energy of positions X): with softmax -(1/2n^2) sum_ij exp(x_i^T A x_j), A = I /
+    dim, with linear -(1/2n) sum_i x_i^T V x_i, V = diag(1 .. dim) / dim."""
+    softmax = cfg.kernel == "softmax"
+    options = dict(symp_force="hamiltonian", symp_b="identity") if softmax else {}
+    config = GPTConfig(template="presymp_euler", attention=cfg.kernel, n_embd=cfg.dim, n_head=1, **options)
     attn = PARTICLES[cfg.kernel](config, with_force=True).double()
     attn.causal = False
     I = torch.eye(cfg.dim, dtype=torch.float64)
     V = torch.diag(torch.arange(1, cfg.dim + 1, dtype=torch.float64) / cfg.dim)
-    if cfg.kernel == "softmax":
+    if softmax:
         attn.c_attn.weight.copy_(torch.cat([I / math.sqrt(cfg.dim), I]))      # times the scale 1 / sqrt(dim)
-        energy = lambda X: -torch.exp(X @ X.mT / cfg.dim).mean().item() / 2
-    else:
-        attn.c_a.weight.copy_(I / cfg.dim)
-        attn.c_v.weight.copy_(V)
-        energy = lambda X: -(X @ V * X).sum(-1).mean().item() / 2
-    X0 = sphere(torch.randn(1, cfg.particles, cfg.dim, dtype=torch.float64,
-                            generator=torch.Generator().manual_seed(cfg.seed)))
-    h, damping = torch.tensor(cfg.h, dtype=torch.float64), dict(damping_r=torch.tensor(cfg.r).double(),
-                                                                damping_m=torch.tensor(cfg.m).double())
-    energies = {}
-    for name in ("first order", *INTEGRATORS):
-        X, Y, t, past, kept = X0, torch.zeros_like(X0), torch.tensor(1.0).double(), None, [energy(X0)]
-        for _ in range(cfg.steps):
-            velocity, force = attn(X)
-            if name == "first order":
-                v = force(Y)                                    # at Y = 0
-            else:
-                c = dict(a=1 - h * (cfg.r / t + cfg.m)) if name == "plain_euler" else damping
-                v, Y, past = INTEGRATORS[name].step(velocity, force, Y, t, past, h, h, **c)
-            X, t = sphere(X + h * v), t + h
-            Y = Y - X * (X * Y).mean(-1, keepdim=True)
-            kept.append(energy(X))
-        energies[name] = kept
+        return attn, lambda X: -torch.exp(X @ X.mT / cfg.dim).mean().item() / 2
+    attn.c_a.weight.copy_(I / cfg.dim)
+    attn.c_v.weight.copy_(V)
+    return attn, lambda X: -(X @ V * X).sum(-1).mean().item() / 2
+
+
+@torch.no_grad()
+def descent(name, attn, energy, X, cfg):
+    """The energies, one more than steps, of particles from rest at X under an integrator, or for "first order" under
+    X' = X + h G(0). Positions return to the sphere after each step, and momenta to its tangents."""
+    h, r, m, t = (torch.tensor(value, dtype=torch.float64) for value in (cfg.h, cfg.r, cfg.m, 1.0))
+    Y, past, energies = torch.zeros_like(X), None, [energy(X)]
+    for _ in range(cfg.steps):
+        velocity, force = attn(X)
+        if name == "first order":
+            v = force(Y)                                        # at Y = 0
+        else:
+            damping = dict(a=1 - h * (r / t + m)) if name == "plain_euler" else dict(damping_r=r, damping_m=m)
+            v, Y, past = INTEGRATORS[name].step(velocity, force, Y, t, past, h, h, **damping)
+        X, t = sphere(X + h * v), t + h
+        Y = Y - X * (X * Y).mean(-1, keepdim=True)
+        energies.append(energy(X))
     return energies
+
+
+def particle_energies(cfg):
+    """{integrator or 'first order': energies} of particles that begin at random on the sphere of radius sqrt(dim)."""
+    generator, (attn, energy) = torch.Generator().manual_seed(cfg.seed), particles(cfg)
+    X = sphere(torch.randn(1, cfg.particles, cfg.dim, dtype=torch.float64, generator=generator))
+    return {name: descent(name, attn, energy, X, cfg) for name in ("first order", *INTEGRATORS)}
+
+
+def draw_dynamics(rates, energies, cfg):
+    figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(15, 4), layout="constrained")
+    label_axes(left, f"measured rate ^ layer, condition number {cfg.kappa:g}")
+    label_axes(middle, f"energy of {cfg.particles} particles, {cfg.kernel} kernel", "time")
+    label_axes(right, "energy", "evaluations of the velocity (first order: of the force)")
+    left.set_yscale("log")
+    for row in rates:
+        label = f"{row['template']}: {row['measured']:.4f} = {row['formula']}"
+        dashed = row["template"] in ("yurii", "tmm")            # with mu = 0 they lie on hb's line
+        left.plot([row["measured"] ** k for k in range(100)], "--" if dashed else "-", label=label)
+    for name, e in energies.items():
+        middle.plot([i * cfg.h for i in range(len(e))], e, label=name)
+        calls = 2 if name == "conformal_euler" and cfg.kernel == "softmax" else 1
+        right.plot([i * calls for i in range(len(e))], e, label=name)
+    for ax in (left, middle, right):
+        ax.legend(fontsize="x-small")
+    return figure
 
 
 def dynamics(cfg):
@@ -988,95 +1020,99 @@ def dynamics(cfg):
     print_table([dict(dynamics=name, **{f"energy after {n}": e[n] for n in marks}) for name, e in energies.items()])
     write_json(f"{cfg.out}.json", dict(probe="dynamics", settings=asdict(cfg), rates=rates, energies=energies))
     if cfg.plot:
-        figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(15, 4), layout="constrained")
-        for row in rates:
-            label = f"{row['template']}: {row['measured']:.4f} = {row['formula']}"
-            dashed = row["template"] in ("yurii", "tmm")        # with mu = 0 they lie on hb's line
-            left.plot([row["measured"] ** k for k in range(100)], "--" if dashed else "-", label=label)
-        left.set(xlabel="layer", ylabel=f"measured rate ^ layer, condition number {cfg.kappa:g}", yscale="log")
-        for name, e in energies.items():
-            middle.plot([i * cfg.h for i in range(len(e))], e, label=name)
-            calls = 2 if name == "conformal_euler" and cfg.kernel == "softmax" else 1
-            right.plot([i * calls for i in range(len(e))], e, label=name)
-        middle.set(xlabel="time", ylabel=f"energy of {cfg.particles} particles, {cfg.kernel} kernel")
-        right.set(xlabel="evaluations of the velocity (first order: of the force)", ylabel="energy")
-        for ax in (left, middle, right):
-            ax.grid(alpha=0.3)
-            ax.legend(fontsize="x-small")
-        save_figure(figure, f"{cfg.out}.png")
+        save_figure(draw_dynamics(rates, energies, cfg), f"{cfg.out}.png")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 
-PROBES = {"jacobian": (jacobian, JacobianConfig, draw_jacobian),
-          "sharpness": (sharpness, SharpnessConfig, draw_sharpness),
-          "entropy": (entropy, BatchConfig, draw_entropy),
-          "scalars": (scalars, ProbeConfig, draw_scalars),
-          "forgetting": (forgetting, ForgettingConfig, draw_forgetting),
-          "corpora": (corpora, CorporaConfig, draw_corpora),
-          "downstream": (downstream, DownstreamConfig, draw_downstream)}
-ALONE = {"speed": (speed, SpeedConfig), "dynamics": (dynamics, DynamicsConfig)}             # what needs no run
-OTHERS = {"curves": (curves, CurvesConfig)}                     # what needs runs but reads no checkpoint
+
+class Probe(NamedTuple):
+    """What `python analyze.py NAME` runs. If it reads checkpoints, run(Run, cfg) gives the result for one of them and
+    draw({label: result}) the figure of all. If it reads nothing it is run(cfg), else run(words of the command line,
+    cfg): these print and write by themselves."""
+    run: Callable
+    config: type
+    draw: Optional[Callable] = None
+    reads: str = "checkpoints"
 
 
-def run_probe(name, paths, cfg):
+PROBES = {
+    "jacobian": Probe(jacobian, JacobianConfig, draw_jacobian),
+    "sharpness": Probe(sharpness, SharpnessConfig, draw_sharpness),
+    "entropy": Probe(entropy, BatchConfig, draw_entropy),
+    "scalars": Probe(scalars, ProbeConfig, draw_scalars),
+    "forgetting": Probe(forgetting, ForgettingConfig, draw_forgetting),
+    "corpora": Probe(corpora, CorporaConfig, draw_corpora),
+    "downstream": Probe(downstream, DownstreamConfig, draw_downstream),
+    "curves": Probe(curves, CurvesConfig, reads="folders"),
+    "speed": Probe(speed, SpeedConfig, reads="nothing"),
+    "dynamics": Probe(dynamics, DynamicsConfig, reads="nothing"),
+}
+
+
+def numbers(result):
+    """A row of the numbers in a probe's result, those of downstream's {task: {metric: value}} included."""
+    row = {}
+    for key, value in result.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        row.update({f"{key} {name}".rstrip(): v for name, v in inner.items() if isinstance(v, (int, float))})
+    return row
+
+
+def print_results(results):
+    """{label: result} as tables: the layers of each, then a row for each."""
+    for label, result in results.items():
+        if "layers" in result:
+            print(label)
+            print_table(result["layers"])
+            print()
+    rows = [dict(run=label, **numbers(result)) for label, result in results.items()]
+    if len(rows[0]) > 1:
+        print_table(rows)
+
+
+def read_checkpoints(name, paths, cfg):
     """A probe on each checkpoint: PROBE.json beside it, a table, a figure of all."""
-    probe, _, draw = PROBES[name]
+    probe, results = PROBES[name], {}
     if cfg.plot:
         pyplot()                                                # missing? then say so before the work
     files = [checkpoint_file(path, cfg) for path in paths]
     labels = [os.path.basename(os.path.dirname(os.path.abspath(file))) for file in files]
     labels = labels if len(set(labels)) == len(labels) else files
-    results = {}
     for file, label in zip(files, labels):
-        model, state = load(file, cfg)
-        cfg.path = file
-        results[label] = probe(model, state, cfg)
-        stem = os.path.splitext(os.path.basename(file))[0]
-        write_json(os.path.join(os.path.dirname(file), f"{name}{'' if stem == 'best' else f'-{stem}'}.json"), dict(
-            probe=name, checkpoint=file, step=state["step"], model=state["model_config"], settings=asdict(cfg),
+        run = load(file, cfg)
+        results[label] = probe.run(run, cfg)
+        folder, base = os.path.split(file)
+        stem = os.path.splitext(base)[0]
+        write_json(os.path.join(folder, f"{name}.json" if stem == "best" else f"{name}-{stem}.json"), dict(
+            probe=name, checkpoint=file, step=run.state["step"], model=run.state["model_config"], settings=asdict(cfg),
             results=results[label]))
-    for label, found in results.items():
-        if "layers" in found:
-            print(label)
-            print_table(found["layers"])
-            print()
-    summary = [dict(run=label) for label in results]
-    for row, found in zip(summary, results.values()):
-        for key, value in found.items():
-            if isinstance(value, (int, float)):
-                row[key] = value
-            elif name == "downstream":                          # {task: {metric: value}}
-                row.update({f"{key} {metric}": number for metric, number in value.items()})
-    if len(summary[0]) > 1:
-        print_table(summary)
+    print_results(results)
     if cfg.plot:
-        save_figure(draw(results), cfg.figure or os.path.join(os.path.dirname(files[0]), f"{name}.png"))
+        save_figure(probe.draw(results), cfg.figure or os.path.join(os.path.dirname(files[0]), f"{name}.png"))
 
 
 def main():
-    argv = sys.argv[1:]
-    known = [*PROBES, *OTHERS, *ALONE]
-    if not argv or argv[0] not in known:
-        if argv and argv[0] in ("-h", "--help"):
-            print(__doc__)
-            raise SystemExit(0)
-        die(f"{f'unknown probe {argv[0]}' if argv else 'no probe'}: name one of {', '.join(known)}")
-    name, *argv = argv
-    cfg = parse_args((PROBES | OTHERS | ALONE)[name][1], argv, configs=False)
-    paths = [word for key, word in split_args(argv) if key is None]
-    if name in ALONE:
-        if paths:
-            die(f"{name} reads no run: leave out {paths[0]}")
-        ALONE[name][0](cfg)
+    name, *argv = sys.argv[1:] or [None]
+    if name in ("-h", "--help"):
+        print(__doc__)
         return
-    if not paths:
+    if name not in PROBES:
+        die(f"{f'unknown probe {name}' if name else 'no probe'}: name one of {', '.join(PROBES)}")
+    probe = PROBES[name]
+    cfg = parse_args(probe.config, argv, configs=False)
+    words = [word for key, word in split_args(argv) if key is None]
+    if words and probe.reads == "nothing":
+        die(f"{name} reads no run: leave out {words[0]}")
+    if not words and probe.reads != "nothing":
         die(f"no run: python analyze.py {name} OUT_DIR ...")
-    if name in PROBES:
-        run_probe(name, paths, cfg)
+    if probe.reads == "checkpoints":
+        read_checkpoints(name, words, cfg)
+    elif probe.reads == "nothing":
+        probe.run(cfg)
     else:
-        OTHERS[name][0](paths, cfg)
+        probe.run(words, cfg)
 
 
 if __name__ == "__main__":

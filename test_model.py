@@ -1790,14 +1790,10 @@ def test_compile_that_fails_falls_back(capsys, monkeypatch):
 # analyze
 
 
-def analyze_here(monkeypatch, args):
-    monkeypatch.setattr(sys, "argv", ["analyze.py", *args.split()])
-    A.main()
-
-
 def probed(model, dataset="text"):
-    """What a checkpoint of this model would hold for a probe."""
-    return dict(model_config=asdict(model.config), tokenizer="byte", config=dict(dataset=dataset), step=0)
+    """What a checkpoint of this model would be to a probe."""
+    state = dict(model_config=asdict(model.config), tokenizer="byte", config=dict(dataset=dataset), step=0)
+    return A.Run("run/best.pt", model, state)
 
 
 def test_randomized_singular_values_of_a_known_matrix():
@@ -1823,8 +1819,8 @@ def test_jacobian_probe_against_the_full_jacobian(template):
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.3)
     cfg = A.JacobianConfig(k=5, iterations=3, probes=8)
-    found = A.jacobian(model, probed(model), cfg)
-    idx = A.read_batches(model, probed(model), cfg, 1)[0][0]
+    found = A.jacobian(probed(model), cfg)
+    idx = A.read_batches(probed(model), cfg, 1)[0][0]
     assert idx.shape == (1, 6)
     seen = []
     for block in model.transformer.h:
@@ -1841,7 +1837,7 @@ def test_jacobian_probe_against_the_full_jacobian(template):
         assert abs(layer["stable_rank"] - stable) < 5 * layer["stable_rank_se"] + 1e-3 * stable
         persistence += math.log(S[4])
     assert found["persistence"] == pytest.approx(persistence, abs=5e-3)
-    exact = A.jacobian(model, probed(model), A.JacobianConfig(k=5, exact=True))
+    exact = A.jacobian(probed(model), A.JacobianConfig(k=5, exact=True))
     assert exact["layers"][1]["stable_rank"] == pytest.approx(stable, rel=1e-9)
 
 
@@ -1859,18 +1855,16 @@ def small_loss(template, attention="softmax"):
 def test_hessian_probes_against_the_full_hessian(template, attention):
     loss, params, batches = small_loss(template, attention)
     sizes = [t.numel() for t in params.values()]
-
-    def mean_loss(flat):
-        p = {name: part.view_as(params[name]) for name, part in zip(params, flat.split(sizes))}
-        return sum(loss(p, *batch) for batch in batches) / 2
-    everything = torch.cat([t.flatten() for t in params.values()])
-    H = torch.autograd.functional.hessian(mean_loss, everything, vectorize=True)
+    flat = lambda v: torch.cat([t.flatten() for t in v.values()])
+    tensors = lambda v: {name: part.view_as(params[name]) for name, part in zip(params, v.split(sizes))}
+    mean_loss = lambda v: sum(loss(tensors(v), *batch) for batch in batches) / 2
+    H = torch.autograd.functional.hessian(mean_loss, flat(params), vectorize=True)
     values = torch.linalg.eigvalsh(H)
     top = values[values.abs().argmax()].item()
-    hvp, generator = A.make_hvp(loss, params, batches), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     v = A.random_like(params, generator)
-    flat = lambda v: torch.cat([t.flatten() for t in v.values()])
-    assert torch.allclose(flat(hvp(v)), H @ flat(v), rtol=1e-8, atol=1e-9)
+    assert torch.allclose(flat(A.make_hvp(loss, params, batches)(v)), H @ flat(v), rtol=1e-8, atol=1e-9)
+    hvp = lambda v: tensors(H @ flat(v))                        # the same, faster
     value, residual, _ = A.top_eigenvalue(hvp, v, 60, 1e-6)
     assert value == pytest.approx(top, rel=5e-3) and residual < 0.1 * abs(top)
     estimate, se = A.trace(hvp, params, 20, generator)
@@ -1893,12 +1887,12 @@ def test_sharpness_slice_is_normalized():
     model = tiny("hb", vocab_size=320).double().eval().requires_grad_(False)
     model.fused_attention(False)
     cfg = A.SharpnessConfig(probes=1, iterations=1, points=5, batch_size=2, block_size=9)
-    found = A.sharpness(model, probed(model), cfg)
-    batch, = A.read_batches(model, probed(model), cfg, 1)
+    found = A.sharpness(probed(model), cfg)
+    batch, = A.read_batches(probed(model), cfg, 1)
     assert found["slice"]["steps"] == [-0.5, -0.25, 0, 0.25, 0.5] and found["parameters"] == model.num_params()
     assert found["slice"]["losses"][2] == pytest.approx(model(*batch)[1].item(), rel=1e-12)
     assert found["trace_per_parameter"] == found["trace"] / model.num_params()
-    a = A.sharpness(model, probed(model), cfg)
+    a = A.sharpness(probed(model), cfg)
     assert a == found                                           # seeded
 
 
@@ -1906,8 +1900,8 @@ def test_sharpness_slice_is_normalized():
 def test_entropy_of_uniform_and_of_explicit_attention(template):
     corpus()
     model = tiny(template, vocab_size=320, block_size=12).double().eval()
-    cfg, state = A.BatchConfig(batch_size=2, batches=2), probed(model)
-    found, idx = A.entropy(model, state, cfg), torch.cat([idx for idx, _ in A.read_batches(model, state, cfg, 2)])
+    cfg, run = A.BatchConfig(batch_size=2, batches=2), probed(model)
+    found, idx = A.entropy(run, cfg), torch.cat([idx for idx, _ in A.read_batches(run, cfg, 2)])
     block, seen = model.transformer.h[1], []
     block.attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model(idx)
@@ -1922,126 +1916,25 @@ def test_entropy_of_uniform_and_of_explicit_attention(template):
     assert [v for k, v in layer.items() if k.startswith("head_")] == pytest.approx(total[:len(layer) - 2], rel=1e-9)
     for block in model.transformer.h:
         torch.nn.init.zeros_(block.attn.c_attn.weight)
-    found = A.entropy(model, state, cfg)
+    found = A.entropy(run, cfg)
     uniform = sum(math.log(i) for i in range(1, 13)) / 12
     assert found["uniform"] == pytest.approx(uniform) == found["entropy"]
 
 
 def test_scalars_are_the_transformed_ones():
     model = tiny("tmm", "linear", n_layer=2)
-    layers = A.scalars(model, {}, None)["layers"]
+    layers = A.scalars(probed(model), None)["layers"]
     step = model.transformer.h[1].mlp_step
     assert layers[1]["mlp.mu"] == pytest.approx(sigmoid(step.mu_raw.item()))
     assert layers[1]["mlp.nu"] == pytest.approx(softplus(step.nu_raw.item()))
     assert layers[0]["attn.h"] == pytest.approx(softplus(model.transformer.h[0].attn.h_raw.item()))
-    names = set(A.scalars(tiny("presymp_ab2", lookahead=True), {}, None)["layers"][0])
+    names = set(A.scalars(probed(tiny("presymp_ab2", lookahead=True)), None)["layers"][0])
     assert names == {"layer", "mlp.mu", "mlp.gamma", "attn.h_x", "attn.h_y", "attn.damping_r", "attn.damping_m",
                      "attn.mu"}
 
 
-def test_probes_write_json_table_and_figure(capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    corpus()
-    P.prepare("text", "byte", out="data/other", files=[write_table("o.jsonl", ["something else entirely. "] * 200)])
-    for template in ("vanilla", "tmm"):
-        train_here(monkeypatch, f"{SMALL} --template={template} --out_dir=runs/{template}")
-    for probe, settings, keys in (
-            ("jacobian", "--k=3", {"persistence", "layers", "singular_values"}),
-            ("sharpness", "--probes=2 --iterations=2 --points=3", {"lambda_max", "trace", "trace_se", "slice"}),
-            ("entropy", "--batches=2", {"entropy", "layers"}),
-            ("corpora", "--datasets=other,text", {"other", "text", "mean", "mean ppl"}),
-            ("forgetting", "--target=other --max_steps=8 --batch_size=2 --gradient_accumulation_steps=2 --batches=2",
-             {"forgetting", "plasticity"})):
-        analyze_here(monkeypatch, f"{probe} runs/vanilla runs/tmm/last.pt {settings}")
-        out = capsys.readouterr().out
-        found = [json.loads(Path(f"runs/{name}.json").read_text())
-                 for name in (f"vanilla/{probe}", f"tmm/{probe}-last")]
-        assert all(keys <= set(f["results"]) and f["probe"] == probe and f["settings"]["seed"] == 0 for f in found)
-        assert Path(f"runs/vanilla/{probe}.png").read_bytes()[1:4] == b"PNG" and "vanilla" in out and "tmm" in out
-    analyze_here(monkeypatch, "scalars runs/tmm --figure=s.png")
-    assert Path("s.png").exists() and json.loads(Path("runs/tmm/scalars.json").read_text())[
-        "results"]["layers"][1]["mlp.mu"] < 1
-    corpora = json.loads(Path("runs/tmm/corpora-last.json").read_text())["results"]
-    assert corpora["mean"] == pytest.approx((corpora["other"] + corpora["text"]) / 2)
-    assert corpora["other ppl"] == pytest.approx(math.exp(corpora["other"]))
-    moved = json.loads(Path("runs/tmm/forgetting-last.json").read_text())["results"]
-    assert moved["plasticity"] == moved["target_before"] - moved["target_after"] > 0
-    assert moved["target_before"] == pytest.approx(corpora["other"], rel=0.05)
-    assert moved["forgetting"] == moved["source_after"] - moved["source_before"]
-    tuned = torch.load("runs/tmm/forgetting-other/last.pt", weights_only=True)["config"]
-    assert (tuned["learning_rate"], tuned["weight_decay"], tuned["warmup_steps"]) == (1e-4, 0.01, 50)
-    says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
-    with monkeypatch.context() as m:
-        signal_in_step(m, 1)
-        few = "--max_steps=8 --batch_size=2 --gradient_accumulation_steps=1 --batches=2"
-        assert "fine-tuning stopped at step 2 of 8: no result" in says(f"forgetting runs/tmm --target=other {few}")
-    assert not Path("runs/tmm/forgetting.json").exists()
-    assert "no checkpoint nowhere/best.pt" in says("entropy runs/tmm nowhere") and "datasets is" in says(
-        "corpora runs/tmm --datasets=")
-    assert "k is 500: a Jacobian of 256 rows" in says("jacobian runs/tmm --block_size=8 --k=500 --plot=false")
-    assert "no checkpoint nowhere/best.pt" in says("jacobian nowhere")
-    assert "runs/vanilla/best.pt: a model of template vanilla has no scalars" in says("scalars runs/vanilla")
-    assert "block_size is 99: the model's is 16" in says("entropy runs/tmm --block_size=99")
-    assert "batch_size x batches is 4000" in says("entropy runs/tmm --batches=1000")
-    P.prepare("text", "gpt2", out="data/bpe", files=["corpus.txt"])
-    assert "data" not in (line := says("sharpness runs/tmm --dataset=bpe")) or "tokenizer gpt2" in line
-
-
-@pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
-def test_templates_contract_at_the_known_rates(kappa):
-    k = math.sqrt(kappa)
-    known = dict(vanilla=(kappa - 1) / (kappa + 1), hb=(k - 1) / (k + 1), tmm=(k - 1) / (k + 1))
-    rows = A.contraction_rates(kappa)
-    assert all(abs(row["measured"] - row["rate"]) < 1e-6 for row in rows)
-    assert {row["template"]: row["rate"] for row in rows if row["template"] in known} == pytest.approx(known)
-    assert sorted(row["rate"] for row in rows if row["template"] == "yurii") == pytest.approx(
-        [(k - 1) / (k + 1), 1 - 2 / math.sqrt(3 * kappa + 1)])
-
-
-@pytest.mark.parametrize("kernel", ["softmax", "linear"])
-def test_particles_descend(kernel, capsys, monkeypatch):
-    cfg = A.DynamicsConfig(kernel=kernel, particles=12, dim=4, steps=200)
-    energies = A.particle_energies(cfg)
-    X = A.sphere(torch.randn(1, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    V = torch.tensor([0.25, 0.5, 0.75, 1.0]).double()
-    M = torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4)
-    G = torch.einsum("bij,bjc->bic", M, X) / 48 if kernel == "softmax" else V * X
-    energy = lambda X: (-torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4).mean() / 2 if kernel == "softmax"
-                        else -(V * X ** 2).sum(-1).mean() / 2).item()
-    Y = X + 0.1 * G
-    Y = 2 * Y / (Y ** 2).sum(-1, keepdim=True).sqrt()
-    assert energies["first order"][:2] == pytest.approx([energy(X), energy(Y)], rel=1e-12)
-    assert all(b <= a for a, b in itertools.pairwise(energies["first order"]))
-    lowest = -math.e / 2 if kernel == "softmax" else -2.0       # all in one point; all in the first eigenvector
-    for name, e in energies.items():
-        assert e[0] == energies["first order"][0] and lowest - 1e-9 <= e[-1] < e[0] + 0.8 * (lowest - e[0]), name
-    monkeypatch.setattr(A, "pyplot", None)
-    analyze_here(monkeypatch, f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d")
-    assert len(json.loads(Path("d.json").read_text())["energies"]["presymp_ab2"]) == 4
-    below_a_file = f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d.json/d"
-    assert "cannot write 'd.json/d.json' (" in refused(capsys, analyze_here, monkeypatch, below_a_file)
-
-
-def test_speed_probe(capsys, monkeypatch):
-    shape = "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=64 --batch_size=2 --repeats=3"
-    analyze_here(monkeypatch, f"speed --templates=vanilla,presymp_ab2 --memory=false --sample_tokens=4 {shape}")
-    found = json.loads(Path("speed.json").read_text())
-    assert [row["template"] for row in found["rows"]] == ["vanilla", "presymp_ab2"]
-    for row in found["rows"]:
-        assert row["train_tokens_per_second"] == pytest.approx(32 / (row["train_ms"] / 1e3), rel=1e-3)
-        assert row["sample_tokens_per_second"] == pytest.approx(4 / (row["sample_ms"] / 1e3), rel=1e-3)
-    assert "presymp_ab2" in capsys.readouterr().out
-    memory = []
-    for batch in (16, 1):                                       # each in a process of its own
-        analyze_here(monkeypatch, f"speed --templates=vanilla --n_layer=2 --batch_size={batch} --repeats=1")
-        memory.append(json.loads(Path("speed.json").read_text())["rows"][0]["memory_MiB"])
-    assert memory[0] > memory[1] + 50                           # MiB; what 15 sequences more keep
-    assert "a folder: name a file" in refused(capsys, analyze_here, monkeypatch, "speed --out=.")
-    assert "out is '', a folder" in refused(capsys, analyze_here, monkeypatch, "speed --out=")
-    assert "at most block_size, 8" in refused(capsys, analyze_here, monkeypatch, "speed --block_size=8 --prompt=9")
-    assert "template is 'sgd'" in refused(capsys, analyze_here, monkeypatch, "speed --templates=sgd --memory=false")
-    assert "speed reads no run" in refused(capsys, analyze_here, monkeypatch, "speed out")
-
+# ---------------------------------------------------------------------------------------------------------------------
+# analyze: lm-evaluation-harness
 
 LATIN = P.Tokenizer("latin", 257, lambda text: np.frombuffer(text.encode("latin1"), np.uint8).astype(np.int64),
                     lambda ids: b"".join(chr(i).encode() for i in ids))     # any id below 256 is a text
@@ -2080,13 +1973,13 @@ def ids(text, tokenizer=LATIN):
 def test_likelihoods_are_those_of_single_requests_in_their_order():
     model, T, eot = sharp(), 16, 256
     pairs = [("abc", "defg"), ("", "defg"), ("a much longer context than the window has", "xyz"), ("abc  ", "d"),
-             ("  ", "d"), ("ab", "c" * 15), ("ab", "cdefghijklmnopqr"), ("", "a"), ("abc", "defg"), ("b", "")]
+             ("  ", "d"), ("ab", "c" * 15), ("ab", "cdefghijklmnopqr"), ("", "a"), ("abc", "defg"), ("b", ""), ("", "")]
     cut = [(pair, ids("".join(pair)), len(ids(pair[0].rstrip()))) for pair in pairs]
     expected = [one(model, ([eot] * (n == 0) + whole)[-T - 1:], len(whole) - n) if pair[1] else (0.0, True)
                 for pair, whole, n in cut]
     assert expected[0] != expected[1] and expected[0] == expected[8]
     for batch_size in (1, 3, 64):
-        for order in (range(10), random.Random(0).sample(range(10), 10)):
+        for order in (range(11), random.Random(0).sample(range(11), 11)):
             found = harness(model, batch_size).loglikelihood(asks(*(pairs[i] for i in order)))
             assert [type(x) for x in found[0]] == [float, bool]
             assert [x for x, _ in found] == pytest.approx([expected[i][0] for i in order], rel=1e-5)
@@ -2113,22 +2006,23 @@ def test_a_continuation_beyond_the_window_is_scored_whole():
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 31, 32, 33, 48, 50])
 def test_rolling_scores_each_token_once(n):
     pytest.importorskip("lm_eval")
-    from lm_eval.utils import get_rolling_token_windows
-    rows = list(A.windows([256], list(range(n)), 16))
-    assert rows == list(get_rolling_token_windows(list(range(n)), 256, 16, 1))
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    rows = A.windows([256], list(range(n)), 16)
+    assert rows == list(map(make_disjoint_window, get_rolling_token_windows(list(range(n)), 256, 16, 1)))
     assert [i for _, targets in rows for i in targets] == list(range(n))
     model, text = sharp(), "".join(map(chr, np.random.default_rng(n).integers(33, 127, n)))
     whole, expected = [256] + ids(text), 0.0
-    for start in range(1, n + 1, 16):
-        end = min(start + 16, n + 1)
-        expected += one(model, whole[max(0, end - 17):end], end - start)[0]
+    for first in range(1, n + 1, 16):
+        end = min(first + 16, n + 1)
+        expected += one(model, whole[max(0, end - 17):end], end - first)[0]
     found = harness(model).loglikelihood_rolling(asks(("other",), (text,), ("b" * 40,)))
     assert len(found) == 3 and found[1] == pytest.approx(expected, rel=1e-5)
 
 
 def test_windows_of_lm_evals_example():
-    assert list(A.windows(["BOS"], list(range(10)), 4)) == [
-        (["BOS", 0, 1, 2], [0, 1, 2, 3]), ([3, 4, 5, 6], [4, 5, 6, 7]), ([5, 6, 7, 8], [8, 9])]
+    pytest.importorskip("lm_eval")
+    assert A.windows(["BOS"], list(range(10)), 4) == [
+        (["BOS"], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
 
 
 def test_a_boundary_that_merges():
@@ -2137,21 +2031,22 @@ def test_a_boundary_that_merges():
     gpt2 = P.load_tokenizer("gpt2")
     model = sharp(vocab_size=50304, tokenizer_size=50257)
     lm = harness(model, tokenizer=gpt2)
+    cut = lm._encode_pair
     reference = types.SimpleNamespace(backend="causal", tok_encode=lambda text: ids(text, gpt2))
     pairs = [("Question: who\nAnswer:", " me"), ("The cat sat ", "on the mat"), ("a b\n\n", "c"), ("x  ", "  y"),
              ("It is 19", "84 now")]
     for pair in pairs:
-        assert lm.pair(*pair) == TemplateLM._encode_pair(reference, *pair), pair
+        assert cut(*pair) == TemplateLM._encode_pair(reference, *pair), pair
     hello, world, wor, i, went, home = (ids(x, gpt2) for x in ("Hello", " world", " wor", "I", " went", " home"))
-    assert lm.pair("It is 19", "84 now") == (ids("It is 19", gpt2), ids(" now", gpt2))     # lm_eval's cut, odd as it is
+    assert cut("It is 19", "84 now") == (ids("It is 19", gpt2), ids(" now", gpt2))     # lm_eval's cut, odd as it is
     assert ids("Hello world", gpt2) == hello + world and ids("Hello wor", gpt2) == hello + wor
-    assert lm.pair("Hello wor", "ld") == (hello, world)         # lm_eval's own cut would leave nothing to score
-    assert lm.pair("I wen", "t home") == (i, went + home)       # " wen" alone is two tokens
-    assert lm.pair("Hell", "o") == ([gpt2.eot], hello) and lm.pair("Hello", "") == (hello, [])
+    assert cut("Hello wor", "ld") == (hello, world)         # lm_eval's own cut would leave nothing to score
+    assert cut("I wen", "t home") == (i, went + home)       # " wen" alone is two tokens
+    assert cut("Hell", "o") == ([gpt2.eot], hello) and cut("Hello", "") == (hello, [])
     pairs += [("Hello wor", "ld"), ("Hell", "o"), ("I wen", "t home")]
     found = lm.loglikelihood(asks(*pairs))
     for pair, (value, _) in zip(pairs, found):
-        before, after = lm.pair(*pair)
+        before, after = cut(*pair)
         assert value == pytest.approx(one(model, before + after, len(after))[0], rel=1e-5) and value < 0
 
 
@@ -2177,7 +2072,8 @@ def test_greedy_means_every_token():
     assert [greedy for _, greedy in found] == [True, True, False, False, False]
     ends = ("abc", text[:14]), ("abc", text[:17]), ("abc", text[:13] + wrong[0][:4])            # within and beyond T
     assert [greedy for _, greedy in harness(model).loglikelihood(asks(*ends))] == [
-        all(one(model, row[0] + row[1][-1:], len(row[1]))[1] for row in A.windows(prompt, ids(x), 16)) for _, x in ends]
+        all(one(model, before + after, len(after))[1] for before, after in A.windows(prompt, ids(x), 16))
+        for _, x in ends]
 
 
 def test_generation_is_the_models_own():
@@ -2224,6 +2120,9 @@ def test_generation_ends_before_stops_and_end_of_text(monkeypatch, capsys):
     del taken[:]
     script(ids("STOP.\n") * 2)
     assert harness(model).generate_until(asks(("p", dict(until=[".", "OP"])))) == ["ST"] and len(taken) == 4
+    script([*b"ab", 256])                                       # whose text, <|endoftext|>, has an e
+    byte = harness(model, tokenizer=P.load_tokenizer("byte"))
+    assert byte.generate_until(asks(("p", dict(until="e", max_gen_toks=3)))) == ["ab"]
     with pytest.raises(SystemExit) as e:
         harness(model).generate_until(asks(("p", dict(num_beams=4))))
     assert e.value.code == 2 and "generation with num_beams" in capsys.readouterr().err
@@ -2282,7 +2181,7 @@ def test_downstream_on_local_tasks(local_tasks, monkeypatch):
         return max(range(3), key=lambda i: values[i] / (len(row["c"][i]) if norm else 1)) == row["a"]
 
     model.next_tokens = lambda idx, *_: (torch.full((len(idx), 1), t) for t in b" yes.!")
-    found = A.downstream(model, dict(tokenizer="byte"), cfg)
+    found = A.downstream(probed(model), cfg)
     assert set(found) == {"mc", "gen", "roll"}
     assert all(type(value) is float for row in found.values() for value in row.values())
     acc, norm = (np.mean([pick(row, norm) for row in QUESTIONS]) for norm in (False, True))
@@ -2294,7 +2193,7 @@ def test_downstream_on_local_tasks(local_tasks, monkeypatch):
     assert found["roll"]["bits_per_byte"] == pytest.approx(-nats / sum(map(len, texts)) / math.log(2), rel=1e-5)
     for shots, limit in ((3, None), (1, 3), (0, 1)):
         cfg = A.DownstreamConfig(tasks="mc", num_fewshot=shots, limit=limit, include_path="tasks")
-        found = A.downstream(model, dict(tokenizer="byte"), cfg)["mc"]
+        found = A.downstream(probed(model), cfg)["mc"]
         for metric, norm in (("acc", False), ("acc_norm", True)):
             assert found[metric] == np.mean([pick(row, norm, QUESTIONS[:shots]) for row in QUESTIONS[:limit]])
 
@@ -2307,16 +2206,16 @@ def test_the_papers_number_of_examples(monkeypatch):
     monkeypatch.setattr(A, "task_manager", lambda path: types.SimpleNamespace(all_tasks=tasks))
     monkeypatch.setattr(lm_eval.evaluator, "simple_evaluate", lambda harness, tasks, num_fewshot, **_: (
         seen.append((*tasks, num_fewshot)) or dict(results={})))
-    model, state = sharp(), dict(tokenizer="byte")
-    A.downstream(model, state, A.DownstreamConfig())
-    A.downstream(model, state, A.DownstreamConfig(tasks="piqa"))
-    A.downstream(model, state, A.DownstreamConfig(tasks="arc_easy,piqa", num_fewshot=0))
+    run = probed(sharp())
+    A.downstream(run, A.DownstreamConfig())
+    A.downstream(run, A.DownstreamConfig(tasks="piqa"))
+    A.downstream(run, A.DownstreamConfig(tasks="arc_easy,piqa", num_fewshot=0))
     assert seen == [("hellaswag", 10), ("arc_easy", 25), ("piqa", None), ("arc_easy", 0), ("piqa", 0)]
 
 
 def test_downstream_without_the_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    for call in (lambda: A.downstream(sharp(), dict(tokenizer="byte"), A.DownstreamConfig()),
+    for call in (lambda: A.downstream(probed(sharp()), A.DownstreamConfig()),
                  lambda: A.harness_model(sharp(), LATIN, 1)):
         with pytest.raises(SystemExit) as e:
             call()
@@ -2332,9 +2231,18 @@ def test_downstream_errors(local_tasks, capsys, settings, message):
     gone = (local_tasks / "mc.yaml").read_text().replace("task: mc", "task: gone").replace("questions", "gone")
     (local_tasks / "gone.yaml").write_text(gone)
     with pytest.raises(SystemExit) as e:
-        A.downstream(sharp(), dict(tokenizer="byte"), A.DownstreamConfig(**{**dict(include_path="tasks"), **settings}))
+        A.downstream(probed(sharp()), A.DownstreamConfig(**{**dict(include_path="tasks"), **settings}))
     err = capsys.readouterr().err.splitlines()
     assert e.value.code == 2 and err[-1].startswith(message) and "Traceback" not in err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# analyze: curves, speed, dynamics
+
+
+def analyze_here(monkeypatch, args):
+    monkeypatch.setattr(sys, "argv", ["analyze.py", *args.split()])
+    A.main()
 
 
 def test_curves(monkeypatch):
@@ -2358,16 +2266,127 @@ def test_curves(monkeypatch):
     monkeypatch.undo()
 
 
+def test_speed_probe(capsys, monkeypatch):
+    shape = "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=64 --batch_size=2 --repeats=3"
+    analyze_here(monkeypatch, f"speed --templates=vanilla,presymp_ab2 --memory=false --sample_tokens=4 {shape}")
+    found = json.loads(Path("speed.json").read_text())
+    assert [row["template"] for row in found["rows"]] == ["vanilla", "presymp_ab2"]
+    for row in found["rows"]:
+        assert row["train_tokens_per_second"] == pytest.approx(32 / (row["train_ms"] / 1e3), rel=1e-3)
+        assert row["sample_tokens_per_second"] == pytest.approx(4 / (row["sample_ms"] / 1e3), rel=1e-3)
+    assert "presymp_ab2" in capsys.readouterr().out
+    memory = []
+    for batch in (16, 1):                                       # each in a process of its own
+        shape = f"--n_layer=2 --n_embd=128 --batch_size={batch} --repeats=1"
+        analyze_here(monkeypatch, f"speed --templates=vanilla {shape}")
+        memory.append(json.loads(Path("speed.json").read_text())["rows"][0]["memory_MiB"])
+    assert memory[0] > memory[1] + 50                           # MiB; what 15 sequences more keep
+    assert "a folder: name a file" in refused(capsys, analyze_here, monkeypatch, "speed --out=.")
+    assert "out is '', a folder" in refused(capsys, analyze_here, monkeypatch, "speed --out=")
+    assert "at most block_size, 8" in refused(capsys, analyze_here, monkeypatch, "speed --block_size=8 --prompt=9")
+    assert "template is 'sgd'" in refused(capsys, analyze_here, monkeypatch, "speed --templates=sgd --memory=false")
+    assert "speed reads no run" in refused(capsys, analyze_here, monkeypatch, "speed out")
+
+
+@pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
+def test_templates_contract_at_the_known_rates(kappa):
+    k = math.sqrt(kappa)
+    known = dict(vanilla=(kappa - 1) / (kappa + 1), hb=(k - 1) / (k + 1), tmm=(k - 1) / (k + 1))
+    rows = A.contraction_rates(kappa)
+    assert all(abs(row["measured"] - row["rate"]) < 1e-6 for row in rows)
+    assert {row["template"]: row["rate"] for row in rows if row["template"] in known} == pytest.approx(known)
+    assert sorted(row["rate"] for row in rows if row["template"] == "yurii") == pytest.approx(
+        [(k - 1) / (k + 1), 1 - 2 / math.sqrt(3 * kappa + 1)])
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "linear"])
+def test_particles_descend(kernel, capsys, monkeypatch):
+    cfg = A.DynamicsConfig(kernel=kernel, particles=12, dim=4, steps=200)
+    energies = A.particle_energies(cfg)
+    X = A.sphere(torch.randn(1, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    V = torch.tensor([0.25, 0.5, 0.75, 1.0]).double()
+    M = torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4)
+    G = torch.einsum("bij,bjc->bic", M, X) / 48 if kernel == "softmax" else V * X
+    energy = lambda X: (-torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4).mean() / 2 if kernel == "softmax"
+                        else -(V * X ** 2).sum(-1).mean() / 2).item()
+    Y = X + 0.1 * G
+    Y = 2 * Y / (Y ** 2).sum(-1, keepdim=True).sqrt()
+    assert energies["first order"][:2] == pytest.approx([energy(X), energy(Y)], rel=1e-12)
+    assert all(b <= a for a, b in itertools.pairwise(energies["first order"]))
+    lowest = -math.e / 2 if kernel == "softmax" else -2.0       # all in one point; all in the first eigenvector
+    for name, e in energies.items():
+        assert e[0] == energies["first order"][0] and lowest - 1e-9 <= e[-1] < e[0] + 0.8 * (lowest - e[0]), name
+    monkeypatch.setattr(A, "pyplot", None)
+    analyze_here(monkeypatch, f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d")
+    assert len(json.loads(Path("d.json").read_text())["energies"]["presymp_ab2"]) == 4
+    below_a_file = f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d.json/d"
+    assert "cannot write 'd.json/d.json' (" in refused(capsys, analyze_here, monkeypatch, below_a_file)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# analyze: the command
+
+
+def test_probes_write_json_table_and_figure(capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    corpus()
+    P.prepare("text", "byte", out="data/other", files=[write_table("o.jsonl", ["something else entirely. "] * 200)])
+    for template in ("vanilla", "tmm"):
+        train_here(monkeypatch, f"{SMALL} --template={template} --out_dir=runs/{template}")
+    for probe, settings, keys in (
+            ("jacobian", "--k=3 --iterations=1", {"persistence", "layers", "singular_values"}),
+            ("sharpness", "--probes=2 --iterations=2 --points=3", {"lambda_max", "trace", "trace_se", "slice"}),
+            ("entropy", "--batches=2", {"entropy", "layers"}),
+            ("corpora", "--datasets=other,text", {"other", "text", "mean", "mean ppl"}),
+            ("forgetting", "--target=other --max_steps=8 --batch_size=2 --gradient_accumulation_steps=2 --batches=2",
+             {"forgetting", "plasticity"})):
+        analyze_here(monkeypatch, f"{probe} runs/vanilla runs/tmm/last.pt {settings}")
+        out = capsys.readouterr().out
+        found = [json.loads(Path(f"runs/{name}.json").read_text())
+                 for name in (f"vanilla/{probe}", f"tmm/{probe}-last")]
+        assert all(keys <= set(f["results"]) and f["probe"] == probe and f["settings"]["seed"] == 0 for f in found)
+        assert Path(f"runs/vanilla/{probe}.png").read_bytes()[1:4] == b"PNG" and "vanilla" in out and "tmm" in out
+    analyze_here(monkeypatch, "scalars runs/tmm --figure=s.png")
+    assert Path("s.png").exists() and json.loads(Path("runs/tmm/scalars.json").read_text())[
+        "results"]["layers"][1]["mlp.mu"] < 1
+    corpora = json.loads(Path("runs/tmm/corpora-last.json").read_text())["results"]
+    assert corpora["mean"] == pytest.approx((corpora["other"] + corpora["text"]) / 2)
+    assert corpora["other ppl"] == pytest.approx(math.exp(corpora["other"]))
+    moved = json.loads(Path("runs/tmm/forgetting-last.json").read_text())["results"]
+    assert moved["plasticity"] == moved["target_before"] - moved["target_after"] > 0
+    assert moved["target_before"] == pytest.approx(corpora["other"], rel=0.05)
+    assert moved["forgetting"] == moved["source_after"] - moved["source_before"]
+    tuned = torch.load("runs/tmm/forgetting-other/last.pt", weights_only=True)["config"]
+    assert (tuned["learning_rate"], tuned["weight_decay"], tuned["warmup_steps"]) == (1e-4, 0.01, 50)
+    says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
+    with monkeypatch.context() as m:
+        signal_in_step(m, 1)
+        few = "--max_steps=8 --batch_size=2 --gradient_accumulation_steps=1 --batches=2"
+        assert "fine-tuning stopped at step 2 of 8: no result" in says(f"forgetting runs/tmm --target=other {few}")
+    assert not Path("runs/tmm/forgetting.json").exists()
+    assert "no checkpoint nowhere/best.pt" in says("entropy runs/tmm nowhere") and "datasets is" in says(
+        "corpora runs/tmm --datasets=")
+    assert "k is 500: a Jacobian of 256 rows" in says("jacobian runs/tmm --block_size=8 --k=500 --plot=false")
+    assert "no checkpoint nowhere/best.pt" in says("jacobian nowhere")
+    assert "runs/vanilla/best.pt: a model of template vanilla has no scalars" in says("scalars runs/vanilla")
+    assert "block_size is 99: the model's is 16" in says("entropy runs/tmm --block_size=99")
+    assert "batch_size x batches is 4000" in says("entropy runs/tmm --batches=1000")
+    P.prepare("text", "gpt2", out="data/bpe", files=["corpus.txt"])
+    assert "data" not in (line := says("sharpness runs/tmm --dataset=bpe")) or "tokenizer gpt2" in line
+
+
 def test_analyze_errors_are_one_line(capsys, monkeypatch, tmp_path):
     says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
     assert "no probe: name one of jacobian, sharpness" in says("") and "unknown probe curve:" in says("curve out")
     assert "no run: python analyze.py curves OUT_DIR" in says("curves")
+    assert all(name in A.__doc__ for name in A.PROBES)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install matplotlib" in says("curves out")
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
     assert "no nowhere/metrics.jsonl" in says("curves nowhere")
-    for row in (dict(step=1, lr=5), dict(step=1, lr=dict(norms="x")), dict(step=1, val_loss=[1]), dict(lr={}), [1]):
+    for row in (dict(step=1, lr=5), dict(step=1, lr=dict(norms="x")), dict(step=1, val_loss=[1]), dict(lr={}), [1],
+                dict(step="x")):
         (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         assert "metrics.jsonl is not a log of train.py (" in says(f"curves {tmp_path}")
 
