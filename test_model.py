@@ -28,6 +28,7 @@ from model import SoftmaxAttention, Substep, derived_b, exp_weight, linear_atten
 from model import whiten, window_start
 
 ROOT = Path(__file__).parent
+slow = pytest.mark.slow
 torch.set_num_threads(1)                                        # the shapes here are too small to share
 COMBINATIONS = [(t, a, {}) for t in [*TEMPLATES, *INTEGRATORS] for a in ATTENTION]
 OPTIONS = [(t, a, settings) for t in INTEGRATORS for a in ATTENTION
@@ -213,6 +214,7 @@ def test_every_parameter_gets_a_gradient(template, attention, settings):
             assert p.grad.abs().max() > 0, name
 
 
+@slow
 @pytest.mark.parametrize("template, attention, settings", COMBINATIONS + OPTIONS[-5:])
 def test_traces_as_one_graph(template, attention, settings):
     torch._dynamo.reset()
@@ -226,6 +228,7 @@ def test_traces_as_one_graph(template, attention, settings):
         assert torch.allclose(loss, model(idx, idx)[1])
 
 
+@slow
 @pytest.mark.parametrize("template, attention, settings", COMBINATIONS + OPTIONS[-5:])
 def test_trains_under_bf16_autocast(template, attention, settings):
     model, idx = tiny(template, attention, **settings), tokens(4, 33)
@@ -380,6 +383,7 @@ def test_whiten_is_the_inverse_square_root():
     assert torch.allclose(whiten(m, R, 2).unflatten(-1, (2, 8)), exact, atol=1e-4)
 
 
+@slow
 @pytest.mark.parametrize("f", [lambda m: newton_schulz(m, 2), lambda m: newton_schulz(m, 6), lambda m: whiten(
     m, torch.eye(6).double() + m[..., :6, None] * m[..., None, :6], 2)])
 def test_matrix_functions_are_twice_differentiable(f):
@@ -408,6 +412,7 @@ def test_matrix_functions_at_zero_and_tiny_tokens():
     assert y.abs().max() == 0 and torch.autograd.grad(y, zero, G)[0].isfinite().all()
 
 
+@slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("f, n", MATRIX_FUNCTIONS)
 def test_matrix_functions_compile(f, n, backend):
@@ -809,6 +814,7 @@ def kept_bytes(model, T):
     return sum(storage.nbytes() for key, storage in storages.items() if key not in parameters)
 
 
+@slow
 @pytest.mark.parametrize("template", ["vanilla", "tmm", *INTEGRATORS])
 def test_memory_of_linear_attention_is_linear(template):
     model = tiny(template, "linear", block_size=1024)
@@ -820,7 +826,7 @@ def test_memory_of_linear_attention_is_linear(template):
 # model: loss
 
 
-@pytest.mark.parametrize("V", [7, 2 ** 21 + 1])                 # one chunk, and chunks of three tokens
+@pytest.mark.parametrize("V", [7, pytest.param(2 ** 21 + 1, marks=slow)])     # one chunk, and chunks of three tokens
 def test_chunked_loss_is_cross_entropy(V):
     x, W = torch.randn(8, 3).double().requires_grad_(), torch.randn(V, 3).double().requires_grad_()
     targets = torch.tensor([0, V - 1, -1, 3, -1, 3, 5, 6])
@@ -859,6 +865,12 @@ def test_training_loss_keeps_no_logits():
         kept.append(any(size >= 2 * T * 6000 for size in sizes))
         model.zero_grad()
     assert kept == [True, False] and all(torch.allclose(a, b, rtol=1e-4, atol=1e-8) for a, b in zip(*grads))
+
+
+@slow
+def test_training_loss_compiles():
+    model, idx = tiny("tmm", vocab_size=6000), tokens(2, 64, 6000)
+    loss = model(idx, idx)[1]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(idx, idx, return_logits=False)[1], loss)
 
@@ -933,7 +945,8 @@ def cached(model, idx, new, *settings):
 GREEDY = 0.0, None, None
 
 
-@pytest.mark.parametrize("template, attention, settings", COMBINATIONS + OPTIONS)
+@pytest.mark.parametrize("template, attention, settings", COMBINATIONS + [
+    pytest.param(*option, marks=slow) for option in OPTIONS])
 @torch.no_grad()
 def test_caches_give_the_logits_of_recomputation(template, attention, settings):
     model = tiny(template, attention, block_size=12, bias=True, **settings).double().eval()
@@ -945,6 +958,7 @@ def test_caches_give_the_logits_of_recomputation(template, attention, settings):
         assert (logits - whole).abs().max() < 1e-9
 
 
+@slow
 @pytest.mark.parametrize("template, attention", [("tmm", "softmax"), ("vanilla", "linear"), ("presymp_ab2", "softmax"),
                                                  ("conformal_euler", "linear")])
 @torch.no_grad()
@@ -958,6 +972,7 @@ def test_cached_sampling_is_that_of_recomputation(template, attention):
         assert torch.equal(found, uncached(model, tokens(3, 4), 20, *settings)[0])
 
 
+@slow
 @pytest.mark.parametrize("template, attention, settings", COMBINATIONS + OPTIONS[-5:])
 @torch.no_grad()
 def test_caches_under_bf16_autocast(template, attention, settings):
@@ -1201,9 +1216,7 @@ def sample_here(capfd, monkeypatch, args):
 
 def test_train_save_load_sample(capfd, monkeypatch):
     corpus()
-    code, out, err = run(f"train.py {SMALL} --sample_tokens=5 --template=muon")
-    assert code == 0, err
-    train, val = metrics("out")
+    train, val = train_here(monkeypatch, f"{SMALL} --sample_tokens=5 --template=muon")
     assert [r["step"] for r in train] == [1, 2, 3, 4, 5, 6] and [r["step"] for r in val] == [0, 3, 6]
     assert train[-1]["tokens"] == 6 * 16 * 16 and {"seconds", "tokens_per_second", "lr"} <= set(train[-1])
     assert val[-1]["val_loss"] < val[0]["val_loss"] < math.log(320) + 0.1
@@ -1220,7 +1233,6 @@ def test_train_save_load_sample(capfd, monkeypatch):
     again = "--out_dir=out --start=7 --num_samples=2 --max_new_tokens=9"
     samples = [sample_here(capfd, monkeypatch, f"{again} --seed={seed}") for seed in (1, 1, 2)]
     assert samples[0] == samples[1] != samples[2] and samples[0].count("-" * 80) == 1 and samples[0].startswith("7")
-    assert run(f"sample.py {again} --seed=1") == (0, samples[0], "")
     Path("prompt.txt").write_text("9 times")
     assert sample_here(capfd, monkeypatch, "--out_dir out --start=FILE:prompt.txt --max_new_tokens=0") == "9 times\n"
     empty = "--out_dir=out --max_new_tokens=3 --temperature=0 --top_k=none --checkpoint=last.pt"
@@ -1237,6 +1249,17 @@ def test_train_save_load_sample(capfd, monkeypatch):
                          (dict(model=diverged), "out/best.pt: its logits are not finite")):
         torch.save(state | change, "out/best.pt")
         assert says in refused(capfd, sample_here, capfd, monkeypatch, "--out_dir=out --device=cpu:3")
+
+
+@slow
+def test_the_commands_are_those_of_this_process(capfd, monkeypatch):
+    corpus()
+    code, out, err = run(f"train.py {SMALL} --template=muon")
+    assert code == 0 and "best val loss" in out, err
+    assert losses("out") == [[(r["step"], r[key]) for r in rows] for rows, key in zip(
+        train_here(monkeypatch, f"{SMALL} --template=muon --out_dir=here"), ("train_loss", "val_loss"))]
+    args = "--out_dir=out --start=7 --num_samples=2 --max_new_tokens=9"
+    assert run(f"sample.py {args}") == (0, sample_here(capfd, monkeypatch, args), "")
 
 
 def two_processes(*argvs):
@@ -1256,6 +1279,7 @@ destroy()
     assert code == 0, err
 
 
+@slow
 def test_two_processes_equal_one(monkeypatch):
     """And a run that was begun by one of them goes on with two."""
     corpus()
@@ -1275,6 +1299,7 @@ def test_two_processes_equal_one(monkeypatch):
         assert max((a[name] - b[name]).abs().max() for name in a) < 1e-5
 
 
+@slow
 def test_evaluation_does_not_touch_training(monkeypatch):
     corpus()
     often = train_here(monkeypatch, SMALL + " --out_dir=often --eval_interval=1 --dropout=0.1")
@@ -1308,6 +1333,7 @@ def test_first_step_is_the_mean_gradient_clipped(monkeypatch):
             (saved[name] - expected).abs()[g.abs() > 1e-6].max() < 1e-5, name
 
 
+@slow
 def test_data_that_is_missing_or_short(capsys):
     assert "python prepare.py tinystories --out=data/tinystories" in refused(capsys, opened, config())
     corpus()
@@ -1327,6 +1353,7 @@ def test_data_that_is_missing_or_short(capsys):
     assert opened(cfg)[2]["train_tokens"] == 3978910 and Path("elsewhere/kjv/val.bin").exists()
 
 
+@slow
 def test_other_errors_are_one_line(capsys, monkeypatch):
     corpus()
     start = lambda args: refused(capsys, train_here, monkeypatch, f"{SMALL} {args}")
@@ -1357,6 +1384,7 @@ def bad_losses(monkeypatch, calls):
     monkeypatch.setattr(GPT, "forward", broken)
 
 
+@slow
 def test_a_step_that_is_not_finite_is_skipped(capsys, monkeypatch):
     corpus()
     train_here(monkeypatch, f"{SMALL} --max_steps=2")
@@ -1372,6 +1400,7 @@ def test_a_step_that_is_not_finite_is_skipped(capsys, monkeypatch):
     assert "step      3  skipped: loss nan, gradient norm nan (1 in a row)" in capsys.readouterr().out
 
 
+@slow
 def test_too_many_bad_steps_stop_the_run(capsys, monkeypatch):
     corpus()
     with monkeypatch.context() as m:
@@ -1389,6 +1418,7 @@ def test_too_many_bad_steps_stop_the_run(capsys, monkeypatch):
     assert metrics("out")[0][-1]["step"] == 10 and math.isfinite(metrics("out")[0][-1]["train_loss"])
 
 
+@slow
 def test_a_loss_that_is_not_finite_is_never_the_best(monkeypatch):
     corpus()
     losses = iter([3.0, math.nan, -math.inf, 2.0, math.nan])
@@ -1501,10 +1531,11 @@ def losses(out_dir):
     return [[(r["step"], r.get("train_loss", r.get("val_loss"))) for r in rows] for rows in metrics(out_dir)]
 
 
-@pytest.mark.parametrize("settings", [
-    "--optimizer=muon --schedule=cosine --template=tmm", "--optimizer=adamw --schedule=wsd --sam=decay --template=adam",
-    "--optimizer=muon --schedule=wsd --sam=on --template=ortho --attention=linear",
-    "--optimizer=adamw --schedule=cosine --sam=on --template=presymp_etd_ab2"])
+@pytest.mark.parametrize("settings", ["--optimizer=muon --schedule=cosine --template=tmm", *(
+    pytest.param(settings, marks=slow) for settings in (
+        "--optimizer=adamw --schedule=wsd --sam=decay --template=adam",
+        "--optimizer=muon --schedule=wsd --sam=on --template=ortho --attention=linear",
+        "--optimizer=adamw --schedule=cosine --sam=on --template=presymp_etd_ab2"))])
 def test_resumed_run_is_the_straight_one_bit_by_bit(monkeypatch, settings):
     corpus()
     args = f"{SMALL} {settings} --dropout=0.1 --max_steps=20 --eval_interval=5 --decay_start=8"
@@ -1518,6 +1549,7 @@ def test_resumed_run_is_the_straight_one_bit_by_bit(monkeypatch, settings):
     assert sorted(os.listdir("again")) == ["best.pt", "last.pt", "metrics.jsonl"]
 
 
+@slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_after_its_step(monkeypatch, number):
     corpus()
@@ -1536,6 +1568,7 @@ def test_a_signal_ends_the_run_after_its_step(monkeypatch, number):
     assert [r["step"] for r in metrics("out")[0]] == list(range(1, step + 3))
 
 
+@slow
 def test_a_row_is_not_logged_twice(monkeypatch):
     """Stopped right before an evaluation, resumed, killed between its log line and its checkpoint, resumed."""
     corpus()
@@ -1552,6 +1585,7 @@ def test_a_row_is_not_logged_twice(monkeypatch):
     assert losses("again") == losses("out") and equal("again", "out")
 
 
+@slow
 def test_a_new_run_gives_up_the_old_one_whole(monkeypatch):
     corpus()
     train_here(monkeypatch, SMALL)
@@ -1562,6 +1596,7 @@ def test_a_new_run_gives_up_the_old_one_whole(monkeypatch):
     assert [r["val_loss"] for r in metrics("out")[1]] == [None, None]
 
 
+@slow
 def test_a_kill_while_saving_leaves_a_checkpoint():
     state = dict(tensor=torch.arange(100_000), step=0)
     T.save("last.pt", state)
@@ -1577,6 +1612,7 @@ def test_a_kill_while_saving_leaves_a_checkpoint():
     assert torch.load("last.pt", weights_only=True)["step"] > 0
 
 
+@slow
 def test_a_full_disk_leaves_the_checkpoint():
     import resource
     T.save("last.pt", dict(step=1))
@@ -1594,6 +1630,7 @@ def test_a_full_disk_leaves_the_checkpoint():
     assert torch.load("last.pt", weights_only=True) == dict(step=1) and os.listdir(".") == ["last.pt"]
 
 
+@slow
 def test_what_resume_refuses_and_what_it_says(capsys, monkeypatch):
     corpus()
     train_here(monkeypatch, SMALL)
@@ -1639,6 +1676,7 @@ def first_loss(monkeypatch, args):
     return train_here(monkeypatch, f"{args} --max_steps=0 --overwrite=true")[1][0]["val_loss"]
 
 
+@slow
 def test_begin_with_weights_of_this_project(capsys, monkeypatch):
     corpus()
     val = train_here(monkeypatch, SMALL + " --template=vanilla --bias=true")[1][-1]["val_loss"]
@@ -1665,6 +1703,7 @@ def test_begin_with_weights_of_this_project(capsys, monkeypatch):
     assert "has the tokenizer gpt2" in refused(capsys, train_main, monkeypatch, f"{few} --out_dir=z --init_from=out")
 
 
+@slow
 def test_begin_with_a_checkpoint_of_nanogpt(monkeypatch):
     corpus()
     model = tiny("vanilla", n_layer=2, bias=True, vocab_size=320, block_size=16)
@@ -1679,6 +1718,7 @@ def test_begin_with_a_checkpoint_of_nanogpt(monkeypatch):
     assert loss == T.evaluate(model.eval(), opened(cfg)[1], 4, 3, T.autocast(torch.device("cpu"), "float32"))
 
 
+@slow
 def test_begin_with_gpt2(capsys, monkeypatch):
     """Through a stand-in for transformers, whose GPT-2 keeps its matrices transposed."""
     P.prepare("text", "gpt2", files=[write_table("a.jsonl", ["some text"] * 400)])
@@ -1702,6 +1742,7 @@ def test_begin_with_gpt2(capsys, monkeypatch):
 # train: processes, watching a run
 
 
+@slow
 def test_processes_that_drift_apart_are_noticed(monkeypatch):
     model = tiny()
     T.check_replicas(model)
@@ -1722,6 +1763,7 @@ def test_processes_that_drift_apart_are_noticed(monkeypatch):
         T.check_replicas(model)
 
 
+@slow
 @pytest.mark.parametrize("template", ["vanilla", "presymp_euler"])
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_flops_are_those_of_the_formula(template, attention):
@@ -1735,6 +1777,7 @@ def test_flops_are_those_of_the_formula(template, attention):
     assert T.peak_flops(torch.device("cpu"), "bfloat16") is None
 
 
+@slow
 def test_wandb_is_optional(capsys, monkeypatch):
     corpus()
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -1752,6 +1795,7 @@ def test_wandb_is_optional(capsys, monkeypatch):
     assert "wandb logs offline (RuntimeError: no network)" in capsys.readouterr().err
 
 
+@slow
 def test_processes_must_divide_the_accumulation():
     corpus()
     code, out, err = run(f"-m torch.distributed.run --standalone --nproc_per_node=2 train.py {SMALL} "
@@ -1759,6 +1803,7 @@ def test_processes_must_divide_the_accumulation():
     assert code != 0 and "gradient_accumulation_steps is 3: it must be a multiple of the number of processes, 2" in err
 
 
+@slow
 def test_a_save_that_fails_leaves_the_checkpoint(capsys, monkeypatch):
     T.save("a.pt", dict(step=1))
     monkeypatch.setattr(torch, "save", lambda state, f: (f.write(b"half"), (_ for _ in ()).throw(OSError("disk full"))))
@@ -1766,17 +1811,20 @@ def test_a_save_that_fails_leaves_the_checkpoint(capsys, monkeypatch):
     assert torch.load("a.pt", weights_only=True) == dict(step=1) and os.listdir(".") == ["a.pt"]
 
 
+@slow
 def test_text_appears_with_the_last_byte_of_a_character(capsys):
     T.print_text(P.load_tokenizer("byte"), [195, 169, 65, 256, 195])
     assert capsys.readouterr().out == "éA<|endoftext|>\ufffd\n"
 
 
+@slow
 def test_auto_settings():
     assert T.pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "mps" if
                                           torch.backends.mps.is_available() else "cpu")
     assert T.pick_dtype("float32", torch.device("cpu")) == "float32"
 
 
+@slow
 def test_compile_that_fails_falls_back(capsys, monkeypatch):
     model, idx = tiny(n_layer=1), tokens(1, 4)
     monkeypatch.setattr(torch, "compile", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no compiler")))
@@ -1796,6 +1844,7 @@ def probed(model, dataset="text"):
     return A.Run("run/best.pt", model, state)
 
 
+@slow
 def test_randomized_singular_values_of_a_known_matrix():
     U, V = (torch.linalg.qr(torch.randn(60, 60).double()).Q for _ in range(2))
     f = lambda x: (J @ x.flatten()).view_as(x)
@@ -1810,6 +1859,7 @@ def test_randomized_singular_values_of_a_known_matrix():
             assert torch.allclose(images, J.T @ basis, atol=1e-9)
 
 
+@slow
 @pytest.mark.parametrize("template", [*TEMPLATES, *INTEGRATORS])
 def test_jacobian_probe_against_the_full_jacobian(template):
     corpus()
@@ -1850,6 +1900,7 @@ def small_loss(template, attention="softmax"):
     return (lambda p, *batch: torch.func.functional_call(model, p, batch)[1]), dict(model.named_parameters()), batches
 
 
+@slow
 @pytest.mark.parametrize("template, attention", [("vanilla", "softmax"), ("tmm", "linear"), ("muon", "softmax"),
                                                  ("presymp_etd_ab2", "softmax"), ("conformal_euler", "linear")])
 def test_hessian_probes_against_the_full_hessian(template, attention):
@@ -1871,6 +1922,7 @@ def test_hessian_probes_against_the_full_hessian(template, attention):
     assert 0 < se and abs(estimate - H.trace().item()) < 5 * se
 
 
+@slow
 def test_hessian_probes_of_a_known_quadratic():
     """lambda_max is the eigenvalue of largest magnitude, with its sign; a diagonal Hessian has an exact trace."""
     d = torch.tensor([1.0, -7.0, 3.0, 0.5]).double()
@@ -1882,6 +1934,7 @@ def test_hessian_probes_of_a_known_quadratic():
     assert A.trace(hvp, params, 3, generator) == pytest.approx((2 * d.sum().item(), 0), abs=1e-12)
 
 
+@slow
 def test_sharpness_slice_is_normalized():
     corpus()
     model = tiny("hb", vocab_size=320).double().eval().requires_grad_(False)
@@ -1896,6 +1949,7 @@ def test_sharpness_slice_is_normalized():
     assert a == found                                           # seeded
 
 
+@slow
 @pytest.mark.parametrize("template", ["vanilla", "tmm", "presymp_euler"])
 def test_entropy_of_uniform_and_of_explicit_attention(template):
     corpus()
@@ -1921,6 +1975,7 @@ def test_entropy_of_uniform_and_of_explicit_attention(template):
     assert found["uniform"] == pytest.approx(uniform) == found["entropy"]
 
 
+@slow
 def test_scalars_are_the_transformed_ones():
     model = tiny("tmm", "linear", n_layer=2)
     layers = A.scalars(probed(model), None)["layers"]
@@ -1970,6 +2025,7 @@ def ids(text, tokenizer=LATIN):
     return tokenizer.encode(text).tolist()
 
 
+@slow
 def test_likelihoods_are_those_of_single_requests_in_their_order():
     model, T, eot = sharp(), 16, 256
     pairs = [("abc", "defg"), ("", "defg"), ("a much longer context than the window has", "xyz"), ("abc  ", "d"),
@@ -1986,6 +2042,7 @@ def test_likelihoods_are_those_of_single_requests_in_their_order():
             assert [x for _, x in found] == [expected[i][1] for i in order]
 
 
+@slow
 def test_batches_are_of_like_lengths(monkeypatch):
     model, seen = sharp(), []
     monkeypatch.setattr(model, "features", lambda idx, f=model.features: seen.append(tuple(idx.shape)) or f(idx))
@@ -1993,6 +2050,7 @@ def test_batches_are_of_like_lengths(monkeypatch):
     assert seen == [(2, 12), (2, 9), (1, 3)]
 
 
+@slow
 def test_a_continuation_beyond_the_window_is_scored_whole():
     model = sharp()
     text = "".join(map(chr, np.random.default_rng(0).integers(97, 123, 60)))
@@ -2003,6 +2061,7 @@ def test_a_continuation_beyond_the_window_is_scored_whole():
     assert found == pytest.approx(expected, rel=1e-5) and not greedy
 
 
+@slow
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 31, 32, 33, 48, 50])
 def test_rolling_scores_each_token_once(n):
     pytest.importorskip("lm_eval")
@@ -2019,12 +2078,14 @@ def test_rolling_scores_each_token_once(n):
     assert len(found) == 3 and found[1] == pytest.approx(expected, rel=1e-5)
 
 
+@slow
 def test_windows_of_lm_evals_example():
     pytest.importorskip("lm_eval")
     assert A.windows(["BOS"], list(range(10)), 4) == [
         (["BOS"], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
 
 
+@slow
 def test_a_boundary_that_merges():
     pytest.importorskip("lm_eval")
     from lm_eval.api.model import TemplateLM
@@ -2050,6 +2111,7 @@ def test_a_boundary_that_merges():
         assert value == pytest.approx(one(model, before + after, len(after))[0], rel=1e-5) and value < 0
 
 
+@slow
 def test_padded_ids_take_no_probability():
     model = sharp()
     with torch.no_grad():
@@ -2062,6 +2124,7 @@ def test_padded_ids_take_no_probability():
     assert 0.9 < total < 1                                      # the rest is end-of-text's
 
 
+@slow
 def test_greedy_means_every_token():
     model = sharp()
     prompt = ids("abc")
@@ -2076,6 +2139,7 @@ def test_greedy_means_every_token():
         for _, x in ends]
 
 
+@slow
 def test_generation_is_the_models_own():
     model = sharp()
     prompts = ["abc", "x", "", "abd", "a prompt that is longer than the window", "zzz"]
@@ -2091,6 +2155,7 @@ def test_generation_is_the_models_own():
     assert found == [expected[0], expected[1].partition(stop)[0], expected[1][:2]]
 
 
+@slow
 def test_sampling_as_lm_eval_means_it(monkeypatch):
     model, seen = sharp(), []
     monkeypatch.setattr(model, "next_tokens", lambda idx, *args: seen.append((idx.tolist(), *args)) or [])
@@ -2103,6 +2168,7 @@ def test_sampling_as_lm_eval_means_it(monkeypatch):
         (256, 0.0, None, None), (9, 0.0, None, None)]
 
 
+@slow
 def test_generation_ends_before_stops_and_end_of_text(monkeypatch, capsys):
     model, taken = sharp(), []
 
@@ -2170,6 +2236,7 @@ def local_tasks(tmp_path, monkeypatch):
     return folder
 
 
+@slow
 def test_downstream_on_local_tasks(local_tasks, monkeypatch):
     model, byte = sharp(block_size=64), P.load_tokenizer("byte")
     cfg = A.DownstreamConfig(tasks="mc,roll, gen", include_path="tasks", batch_size=3)
@@ -2198,6 +2265,7 @@ def test_downstream_on_local_tasks(local_tasks, monkeypatch):
             assert found[metric] == np.mean([pick(row, norm, QUESTIONS[:shots]) for row in QUESTIONS[:limit]])
 
 
+@slow
 def test_the_papers_number_of_examples(monkeypatch):
     lm_eval = pytest.importorskip("lm_eval")
     import lm_eval.evaluator  # noqa: F811
@@ -2213,6 +2281,7 @@ def test_the_papers_number_of_examples(monkeypatch):
     assert seen == [("hellaswag", 10), ("arc_easy", 25), ("piqa", None), ("arc_easy", 0), ("piqa", 0)]
 
 
+@slow
 def test_downstream_without_the_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     for call in (lambda: A.downstream(probed(sharp()), A.DownstreamConfig()),
@@ -2223,6 +2292,7 @@ def test_downstream_without_the_package(monkeypatch, capsys):
         assert capsys.readouterr().err == "error: downstream needs the package lm_eval: pip install lm_eval\n"
 
 
+@slow
 @pytest.mark.parametrize("settings, message", [
     (dict(tasks="mc,mcc"), "error: unknown task 'mcc': "), (dict(tasks=""), "error: unknown task '': "),
     (dict(include_path="nowhere"), "error: include_path is nowhere: "),
@@ -2245,6 +2315,7 @@ def analyze_here(monkeypatch, args):
     A.main()
 
 
+@slow
 def test_curves(monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     corpus()
@@ -2266,6 +2337,7 @@ def test_curves(monkeypatch):
     monkeypatch.undo()
 
 
+@slow
 def test_speed_probe(capsys, monkeypatch):
     shape = "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=64 --batch_size=2 --repeats=3"
     analyze_here(monkeypatch, f"speed --templates=vanilla,presymp_ab2 --memory=false --sample_tokens=4 {shape}")
@@ -2288,6 +2360,7 @@ def test_speed_probe(capsys, monkeypatch):
     assert "speed reads no run" in refused(capsys, analyze_here, monkeypatch, "speed out")
 
 
+@slow
 @pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
 def test_templates_contract_at_the_known_rates(kappa):
     k = math.sqrt(kappa)
@@ -2299,6 +2372,7 @@ def test_templates_contract_at_the_known_rates(kappa):
         [(k - 1) / (k + 1), 1 - 2 / math.sqrt(3 * kappa + 1)])
 
 
+@slow
 @pytest.mark.parametrize("kernel", ["softmax", "linear"])
 def test_particles_descend(kernel, capsys, monkeypatch):
     cfg = A.DynamicsConfig(kernel=kernel, particles=12, dim=4, steps=200)
@@ -2327,6 +2401,7 @@ def test_particles_descend(kernel, capsys, monkeypatch):
 # analyze: the command
 
 
+@slow
 def test_probes_write_json_table_and_figure(capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     corpus()
@@ -2375,6 +2450,7 @@ def test_probes_write_json_table_and_figure(capsys, monkeypatch):
     assert "data" not in (line := says("sharpness runs/tmm --dataset=bpe")) or "tokenizer gpt2" in line
 
 
+@slow
 def test_analyze_errors_are_one_line(capsys, monkeypatch, tmp_path):
     says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
     assert "no probe: name one of jacobian, sharpness" in says("") and "unknown probe curve:" in says("curve out")
@@ -2432,6 +2508,7 @@ def prepare_here(monkeypatch, args):
 # prepare: tokenizers
 
 
+@slow
 def test_gpt2_tokenizer_is_tiktokens(monkeypatch):
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     tokenizer = P.load_tokenizer("gpt2")
@@ -2445,6 +2522,7 @@ def test_gpt2_tokenizer_is_tiktokens(monkeypatch):
     assert P.gpt2_ranks(files[1]) == data_gym_to_mergeable_bpe_ranks(*files)
 
 
+@slow
 def test_gpt2_hash_is_the_one_tiktoken_pins():
     import inspect
 
@@ -2452,6 +2530,7 @@ def test_gpt2_hash_is_the_one_tiktoken_pins():
     assert P.GPT2_SHA256 in inspect.getsource(tiktoken_ext.openai_public.gpt2)
 
 
+@slow
 def test_byte_tokenizer():
     tokenizer = P.load_tokenizer("byte")
     assert (tokenizer.name, tokenizer.size, tokenizer.vocab_size, tokenizer.eot) == ("byte", 257, 320, 256)
@@ -2460,11 +2539,13 @@ def test_byte_tokenizer():
     assert tokenizer.encode("<|endoftext|>").max() < 256
 
 
+@slow
 def test_unknown_tokenizer(capsys):
     line = refused(capsys, P.prepare, "kjv", tokenizer="gpt3")
     assert line.endswith("unknown tokenizer 'gpt3': choose from byte, gpt2")
 
 
+@slow
 def test_gpt2_without_package_or_network(capsys, monkeypatch):
     import tiktoken
 
@@ -2479,6 +2560,7 @@ def test_gpt2_without_package_or_network(capsys, monkeypatch):
 # prepare: kjv
 
 
+@slow
 @pytest.mark.parametrize("name, tokens, dtype", [("byte", (3978910, 158542), "uint16"),
                                                  ("gpt2", (986116, 38069), "uint16")])
 def test_kjv(name, tokens, dtype):
@@ -2494,6 +2576,7 @@ def test_kjv(name, tokens, dtype):
     assert sorted(os.listdir("data/kjv")) == ["meta.json", "train.bin", "val.bin"]
 
 
+@slow
 def test_kjv_is_bytes_by_default_and_pinned(capsys, monkeypatch):
     assert P.prepare("kjv")["tokenizer"] == "byte" and "kjv" in P.OFFLINE
     capsys.readouterr()
@@ -2503,6 +2586,7 @@ def test_kjv_is_bytes_by_default_and_pinned(capsys, monkeypatch):
     assert "not installed" in refused(capsys, P.prepare, "kjv")
 
 
+@slow
 def test_any_number_of_threads_writes_the_same():
     one, two = (P.prepare("kjv", tokenizer="gpt2", out=f"out{n}", num_proc=n) for n in (1, 2))
     assert one == two
@@ -2514,6 +2598,7 @@ def test_any_number_of_threads_writes_the_same():
 # prepare: the user's own files
 
 
+@slow
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv", "a.jsonl.gz"])
 def test_table_round_trip(name, tokenizer):
@@ -2524,6 +2609,7 @@ def test_table_round_trip(name, tokenizer):
     assert meta["source"] == dict(files=[dict(file=name, sha256=P.sha256(name))])
 
 
+@slow
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
 def test_a_txt_file_is_a_document(tokenizer):
     for i, story in enumerate(STORIES[:3]):
@@ -2533,6 +2619,7 @@ def test_a_txt_file_is_a_document(tokenizer):
     assert read("out", "val", meta) == joined(STORIES[2:3])
 
 
+@slow
 def test_a_single_document_is_cut():
     text = "".join(chr(32 + i % 90) for i in range(1000))
     Path("a.txt").write_text(text)
@@ -2541,6 +2628,7 @@ def test_a_single_document_is_cut():
     assert read("data/text", "val", meta) == text[950:].encode() + EOT
 
 
+@slow
 def test_column_and_mixed_files():
     files = [write_table("a.csv", STORIES[:5], "body"), write_table("b.json", STORIES[5:10], "body"), "c.txt"]
     Path("c.txt").write_text(STORIES[10], "utf-8")
@@ -2548,6 +2636,7 @@ def test_column_and_mixed_files():
     assert read("data/text", "train", meta) + read("data/text", "val", meta) == joined(STORIES[:11])
 
 
+@slow
 def test_csv_keeps_words_that_pandas_takes_for_missing():
     write_table("a.csv", ["null", "NA", "nan", "None"])
     meta = P.prepare("text", tokenizer="byte", files=["a.csv"])
@@ -2558,6 +2647,7 @@ def test_csv_keeps_words_that_pandas_takes_for_missing():
 # prepare: hub datasets from files
 
 
+@slow
 def test_tinystories_files():
     files = [write_table("train-0.parquet", STORIES[:20]), write_table("train-1.parquet", STORIES[20:35]),
              write_table("validation-0.parquet", STORIES[35:])]
@@ -2567,6 +2657,7 @@ def test_tinystories_files():
     assert read("data/tinystories", "val", meta) == joined(STORIES[35:])
 
 
+@slow
 def test_openwebtext_split_is_seeded():
     texts = [f"document {i}" for i in range(4000)]
     write_table("owt.parquet", texts)
@@ -2580,6 +2671,7 @@ def test_openwebtext_split_is_seeded():
     assert sorted(train, key=key) == train and sorted(val, key=key) == val
 
 
+@slow
 def test_wikitext_rows_become_articles():
     article = [" = {} = \n", "", " Some text = here = \n", " = = Section = = \n", "", " More . \n", ""]
     rows = [""] + [row.format(title) for title in ("One", "Two = 2", "Three") for row in article]
@@ -2590,6 +2682,7 @@ def test_wikitext_rows_become_articles():
     assert read("data/wikitext103", "val", meta) == joined([text.format("One")])
 
 
+@slow
 def test_c4_is_the_first_5000_documents():
     files = [write_table(f"c4-validation.{i}.json.gz", [f"page {i} {j}" for j in range(3000)]) for i in range(2)]
     meta = P.prepare("c4", tokenizer="byte", files=files)
@@ -2598,6 +2691,7 @@ def test_c4_is_the_first_5000_documents():
     assert (meta["train_tokens"], meta["train_documents"]) == (0, 0) and read("data/c4", "train", meta) == b""
 
 
+@slow
 def test_lambada_is_validated_on_its_test_split():
     files = [write_table("test-0.parquet", STORIES[:4]), write_table("validation-0.parquet", STORIES[4:9])]
     meta = P.prepare("lambada", files=files)
@@ -2605,6 +2699,7 @@ def test_lambada_is_validated_on_its_test_split():
     assert read("data/lambada", "train", meta) == joined(STORIES[4:9])
 
 
+@slow
 @pytest.mark.parametrize("name", ["tinystories", "openwebtext", "wikitext103", "lambada", "c4"])
 def test_hub_asks_for_the_recorded_revision(name, monkeypatch):
     import datasets
@@ -2627,6 +2722,7 @@ def test_hub_asks_for_the_recorded_revision(name, monkeypatch):
 # prepare: ids and files
 
 
+@slow
 def test_many_ids_make_uint32(monkeypatch):
     wide = P.Tokenizer("wide", 70000, lambda text: np.array([ord(c) for c in text]), lambda ids: b"")
     monkeypatch.setattr(P, "load_tokenizer", lambda name: wide)
@@ -2636,6 +2732,7 @@ def test_many_ids_make_uint32(monkeypatch):
     assert np.fromfile("data/text/train.bin", np.uint32).tolist() == [97, 69999, 69632, 69999]
 
 
+@slow
 @pytest.mark.parametrize("bad", [-1, 257])
 def test_ids_out_of_range_are_not_written(monkeypatch, bad):
     broken = P.Tokenizer("broken", 257, lambda text: np.array([1, bad]), lambda ids: b"")
@@ -2645,6 +2742,7 @@ def test_ids_out_of_range_are_not_written(monkeypatch, bad):
     assert os.listdir("out") == []
 
 
+@slow
 def test_an_error_half_way_leaves_the_earlier_files(capsys):
     P.prepare("text", tokenizer="byte", files=[write_table("good.jsonl", STORIES)], out="out")
     before = {path: path.read_bytes() for path in Path("out").iterdir()}
@@ -2655,6 +2753,7 @@ def test_an_error_half_way_leaves_the_earlier_files(capsys):
     assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
 
 
+@slow
 def test_write_atomic():
     with P.write_atomic("new/file") as f:
         f.write(b"first")
@@ -2669,6 +2768,7 @@ def test_write_atomic():
     assert done.returncode == -signal.SIGKILL and Path("new/file").read_bytes() == b"first"
 
 
+@slow
 def test_only_a_few_batches_are_read_ahead():
     read_so_far = 0
 
@@ -2684,6 +2784,7 @@ def test_only_a_few_batches_are_read_ahead():
     encoded.close()
 
 
+@slow
 def test_a_batch_is_bounded_by_its_text():
     documents = [("train", "x" * 600_000)] * 5
     assert [len(batch) for batch in P.batches(documents)] == [2, 2, 1]
@@ -2693,6 +2794,7 @@ def test_a_batch_is_bounded_by_its_text():
 # prepare: errors, one line each
 
 
+@slow
 def test_errors_about_arguments(capsys, monkeypatch):
     says = lambda args: refused(capsys, prepare_here, monkeypatch, f"{args} --tokenizer=byte")
     line = says("tinystorys")
@@ -2711,6 +2813,7 @@ def test_errors_about_arguments(capsys, monkeypatch):
     assert not os.path.exists("data")
 
 
+@slow
 @pytest.mark.parametrize("name, content, message", [
     ("a.pdf", b"%PDF", "a.pdf is of an unknown type: pass .txt, .json, .jsonl, .csv, .parquet files"),
     ("a.txt", b"", "a.txt is empty"),
@@ -2738,11 +2841,13 @@ def test_errors_about_files(capsys, name, content, message):
     assert not os.path.exists("data") or os.listdir("data/text") == []
 
 
+@slow
 def test_no_documents_for_one_split(capsys):
     files = [write_table("train.parquet", STORIES), write_table("validation.parquet", ["", None])]
     assert "no documents with text for val.bin" in refused(capsys, P.prepare, "tinystories", files=files)
 
 
+@slow
 def test_unreachable_hub(capsys, monkeypatch):
     import datasets
     import huggingface_hub
@@ -2757,6 +2862,7 @@ def test_unreachable_hub(capsys, monkeypatch):
     assert "cannot read allenai/c4 validation (name not known): connect" in refused(capsys, P.prepare, "c4")
 
 
+@slow
 def test_only_one_process_of_a_node_speaks(capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit) as stop:
@@ -2768,6 +2874,7 @@ def test_only_one_process_of_a_node_speaks(capsys, monkeypatch):
 # prepare: the command line
 
 
+@slow
 def test_prepare_in_a_process_of_its_own():
     env = dict(HF_HUB_OFFLINE="1", USE_TORCH="0")               # as without a network; datasets would import torch, 2 s
     write_table("a.jsonl", STORIES)
@@ -2777,6 +2884,7 @@ def test_prepare_in_a_process_of_its_own():
     assert code == 2 and "cannot reach roneneldan/TinyStories" in err and len(err.splitlines()) == 1, err
 
 
+@slow
 @pytest.mark.parametrize("args", [
     "--files a.jsonl validation.jsonl --out out", "--files=a.jsonl --out=out validation.jsonl",
     "--out=out --files=a.jsonl --files validation.jsonl", "a.jsonl validation.jsonl --out=out"])
@@ -2788,6 +2896,7 @@ def test_files_may_be_named_by_files(args, capsys, monkeypatch):
     assert [file["file"] for file in json.loads(Path("out/meta.json").read_text())["source"]["files"]] == names
 
 
+@slow
 @pytest.mark.parametrize("args, says", [
     ("", "no dataset: name one of kjv, text, tinystories, "), ("--out=out", "no dataset"),
     ("kjv --tok=byte", "unknown setting --tok (see --help)"), ("kjv --tokeniser=byte", "did you mean tokenizer?"),
@@ -2798,6 +2907,7 @@ def test_command_lines_that_are_wrong(args, says, capsys, monkeypatch):
     assert says in refused(capsys, prepare_here, monkeypatch, args)
 
 
+@slow
 def test_help_of_prepare_lists_every_setting(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         prepare_here(monkeypatch, "kjv -h")
