@@ -204,6 +204,7 @@ def all_sum(t):
 
 def pick_device(name):
     """A torch.device; 'auto' is cuda, else mps, else cpu. Exits (2) if there is no such device here."""
+    torch.set_flush_denormal(True)                              # soap makes some: an Intel CPU's step 2.4 s -> 1.5 s
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name.split(":")[0] not in ("cpu", "cuda", "mps"):
