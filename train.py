@@ -702,7 +702,7 @@ def check_replicas(model):
 # The run
 
 
-class Run:
+class Trainer:
     """What one process has of a run: data, model, optimizers, and how far it is. busy: seconds of training; bad_steps:
     how many in a row were not finite; evaluated: whether the weights of this step have been."""
 
@@ -906,34 +906,34 @@ def main(argv=None):
         load_weights(model, origin.weights, cfg.init_from, cfg.strict or origin.state is not None)
     if rank == 0:
         check_out(cfg)
-    run = Run(cfg, train, val, meta, model, device, rank, world)
+    trainer = Trainer(cfg, train, val, meta, model, device, rank, world)
     if origin.state is not None:
-        run.resume(origin.state)
+        trainer.resume(origin.state)
     del origin                                                  # a loaded checkpoint is not held for the whole run
-    if run.master:
-        run.wandb = start_wandb(wandb, cfg) if wandb else None
-        run.announce()
+    if trainer.master:
+        trainer.wandb = start_wandb(wandb, cfg) if wandb else None
+        trainer.announce()
 
     # loop: evaluate and save, step, log
     stopped = False
     with stop_signals(world) as stop:
         while True:
-            if (run.step % cfg.eval_interval == 0 or run.step == cfg.max_steps) and not run.evaluated:
-                run.evaluate()
-            if run.step == cfg.max_steps:
+            if (trainer.step % cfg.eval_interval == 0 or trainer.step == cfg.max_steps) and not trainer.evaluated:
+                trainer.evaluate()
+            if trainer.step == cfg.max_steps:
                 break
-            loss, norm, stopped = run.take_step(stop)
-            run.report(loss, norm)
+            loss, norm, stopped = trainer.take_step(stop)
+            trainer.report(loss, norm)
             if stopped:
-                if run.master:
-                    run.save("last.pt")
+                if trainer.master:
+                    trainer.save("last.pt")
                 break
 
     # end
-    if run.wandb:
-        run.wandb.finish()
-    if run.master:
-        run.finish(stopped)
+    if trainer.wandb:
+        trainer.wandb.finish()
+    if trainer.master:
+        trainer.finish(stopped)
     if dist.is_initialized():
         dist.destroy_process_group()
 
