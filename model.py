@@ -635,7 +635,7 @@ class Settings:
 
     def __post_init__(self):
         for f in fields(self):
-            value, choices, low, high = getattr(self, f.name), *(f.metadata[k] for k in ("choices", "low", "high"))
+            value, choices, low, high = getattr(self, f.name), *map(f.metadata.get, ("choices", "low", "high"))
             if value is None:
                 continue
             if choices and value not in choices:

@@ -177,7 +177,7 @@ def parse_args(cls, argv, **options):
 def print_help(cls):
     print(sys.modules[cls.__module__].__doc__)
     for f in fields(cls):
-        print(f"  --{f.name}={f.default}\n        {f.metadata['help']}")
+        print(f"  --{f.name}={f.default}\n        {f.metadata.get('help', '')}")
     raise SystemExit(0)
 
 

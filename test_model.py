@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import types
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -1074,6 +1074,15 @@ def test_arguments_that_are_wrong(capsys, args, says):
     for name, text in dict(a="learning_rat = 1", c="x = (", d="out_dir = 5", e="import os").items():
         Path(f"{name}.py").write_text(text)
     assert says in refused(capsys, config, *args)
+
+
+def test_a_plain_field_is_a_setting_too(capsys):
+    """Who adds a field to a config need not know setting()."""
+    @dataclass
+    class Config(T.TrainConfig):
+        mine: int = 3
+    assert T.parse_args(Config, ["--mine=4"]).mine == 4 and T.parse_args(Config, []).mine == 3
+    assert "--mine is 'x': it must be of type int" in refused(capsys, T.parse_args, Config, ["--mine=x"])
 
 
 def test_help_lists_every_setting(capsys):

@@ -514,7 +514,7 @@ def resume(out_dir, argv):
     asked = read_settings(TrainConfig, argv, base=saved)
     changed = [f for f in fields(TrainConfig) if f.name in saved and asked[f.name] != saved[f.name]]
     for f in changed:                                           # what the model is, and what is marked
-        if f.name in GPTConfig.__dataclass_fields__ or f.metadata["fixed"]:
+        if f.name in GPTConfig.__dataclass_fields__ or f.metadata.get("fixed"):
             die(f"{f.name} is {asked[f.name]!r}: the run in {out_dir} has {saved[f.name]!r} and goes on with that, "
                 "leave it out or begin another run")
     cfg = make_settings(TrainConfig, asked)
