@@ -155,10 +155,13 @@ def mean_se(values):
 
 
 def print_table(rows):
-    """[{column: value}] as text, a column below its name, at least two spaces from the next name."""
-    cell = lambda v: f"{v:.4g}" if isinstance(v, float) else v
-    table = pandas.DataFrame([{key: cell(v) for key, v in row.items()} for row in rows], dtype=object).fillna("")
-    print(table.to_string(index=False, col_space=[len(key) + 1 for key in table]))
+    """[{column: value}] as aligned text, in the order of first appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cell = lambda v: f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v)
+    table = [columns] + [[cell(row.get(key)) for key in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for first, *rest in table:
+        print("  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip())
 
 
 @contextmanager

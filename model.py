@@ -63,12 +63,18 @@ def full_precision(f):
     """Decorator: f runs outside autocast, its first argument in float32 or wider."""
     @functools.wraps(f)
     def wrapped(u, *args):
-        device, u = u.device.type, u.to(torch.promote_types(u.dtype, torch.float32))
-        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        u = u.to(torch.promote_types(u.dtype, torch.float32))
+        if not autocasting(u):
             return f(u, *args)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(u.device.type, enabled=False):
             return f(u, *args)
     return wrapped
+
+
+def autocasting(u):
+    """Whether products on u's device are autocast; never on one, such as meta, that knows no autocast."""
+    device = u.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 @full_precision
@@ -636,9 +642,9 @@ class Settings:
     def __post_init__(self):
         for f in fields(self):
             value, choices, low, high = getattr(self, f.name), *map(f.metadata.get, ("choices", "low", "high"))
-            if value is None:
+            if value is None and f.default is None:
                 continue
-            if choices and value not in choices:
+            if choices and value not in [*choices]:
                 raise ValueError(f"{f.name} is {value!r}: it must be one of {', '.join(choices)}")
             if low is not None and not value >= low:            # not: NaN too
                 raise ValueError(f"{f.name} is {value}: it must be at least {low}")
@@ -685,8 +691,8 @@ class GPTConfig(Settings):
             if "embed" not in TEMPLATES[self.template].streams.values():
                 idle["aux_init"] = self.template
         for name, owner in idle.items():
-            default = getattr(type(self), name)
-            if getattr(self, name) != default:
+            default = getattr(GPTConfig, name)
+            if getattr(self, name) not in (default, getattr(type(self), name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: {owner} has no use for it, set {default!r}")
 
 
@@ -713,7 +719,7 @@ class ChunkedLoss(torch.autograd.Function):
                 z *= counted.to(z.dtype) / n.clamp_min(1)       # the gradient in the logits
                 z = z.to(x.dtype)
                 dx_c.copy_(z @ W)
-                if dW is not None and torch.is_autocast_enabled(x.device.type):
+                if dW is not None and autocasting(x):
                     dW += z.T @ x_c
                 elif dW is not None:
                     dW.addmm_(z.T, x_c)                         # without a V x C product beside dW
@@ -759,13 +765,12 @@ class GPT(nn.Module):
         """Each tensor is drawn by a generator of its own, from (seed, name): variants that share a tensor share its
         values. LayerNorms and scalars are made with theirs; the table is at the top of this file."""
         for name, p in self.named_parameters():
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer), generator=generator)
-            elif name.endswith("c_b.weight"):
+            if name.endswith("c_b.weight"):
                 nn.init.eye_(p)
-            elif p.ndim == 2:
-                nn.init.normal_(p, std=0.02, generator=generator)
+            elif p.ndim == 2 and not p.is_meta:
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 0.02
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+                p.data.copy_(std * torch.randn(p.shape, generator=generator, device="cpu"))     # for any device
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 

@@ -539,10 +539,12 @@ class PrepareConfig:
 def main():
     argv = sys.argv[1:]
     cfg = parse_args(PrepareConfig, argv, configs=False)
-    words = [value for key, value in split_args(argv) if key in (None, "files")]
-    if not words:
+    words = [(key, value) for key, value in split_args(argv) if key in (None, "files")]
+    dataset = next((word for word in words if word[0] is None), None)
+    if not dataset:
         die(f"no dataset: name one of {', '.join(DATASETS)}")
-    prepare(words[0], cfg.tokenizer, cfg.out, cfg.num_proc, words[1:], cfg.column)
+    words.remove(dataset)
+    prepare(dataset[1], cfg.tokenizer, cfg.out, cfg.num_proc, [file for _, file in words], cfg.column)
 
 
 if __name__ == "__main__":

@@ -467,8 +467,7 @@ def read_run(argv):
     asked = read_settings(TrainConfig, argv, default_config=demo)
     init_from, out_dir = (asked.get(name, getattr(TrainConfig, name)) for name in ("init_from", "out_dir"))
     if init_from == "resume":
-        cfg, state = resume(out_dir, argv)
-        origin = Origin(state.pop("model"), state["tokenizer"], state["model_config"]["vocab_size"], state)
+        cfg, origin = resume(out_dir, argv)
     elif init_from == "scratch":
         cfg, origin = make_settings(TrainConfig, asked), Origin()
     else:
@@ -493,7 +492,7 @@ def check_schedule(cfg):
 
 
 def resume(out_dir, argv):
-    """(settings, checkpoint) of the run in out_dir: those it was saved with, where argv does not change them. Exits (2)
+    """(settings, Origin) of the run in out_dir: those it was saved with, where argv does not change them. Exits (2)
     if argv changes one that makes it another run."""
     path = os.path.join(out_dir, "last.pt")
     try:
@@ -505,7 +504,7 @@ def resume(out_dir, argv):
             if not isinstance(state.get(name), kind):
                 raise ValueError(f"its {name} is no {kind.__name__}")
         GPTConfig(**state["model_config"])
-        check_tensors(state["model"])
+        weights, vocab_size = check_tensors(state.pop("model")), state["model_config"]["vocab_size"]
         if state["step"] < 0 or (not state["optimizer"] and state["step"] > state["bad_steps"]):
             raise ValueError("it has no optimizer state")
     except Exception as e:
@@ -520,12 +519,14 @@ def resume(out_dir, argv):
     cfg = make_settings(TrainConfig, asked)
     for f in changed if local_rank() == 0 else ():
         print(f"{f.name}: {asked[f.name]!r} from here on, {saved[f.name]!r} so far")
-    return cfg, state
+    return cfg, Origin(weights, state["tokenizer"], vocab_size, state)
 
 
 def check_tensors(weights):
+    """The weights. Raises ValueError if they are not all tensors."""
     if not all(isinstance(t, torch.Tensor) for t in weights.values()):
         raise ValueError("its weights are no tensors")
+    return weights
 
 
 def read_weights(source):
