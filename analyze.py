@@ -980,7 +980,8 @@ def descent(name, attn, energy, X, cfg):
         if name == "first order":
             v = force(Y)                                        # at Y = 0
         else:
-            damping = dict(a=1 - h * (r / t + m)) if name == "plain_euler" else dict(damping_r=r, damping_m=m)
+            damping = dict(a=1 - h * (r / t + m), damping_r=r, damping_m=m)
+            damping = {key: value for key, value in damping.items() if key in INTEGRATORS[name].scalars}
             v, Y, past = INTEGRATORS[name].step(velocity, force, Y, t, past, h, h, **damping)
         X, t = sphere(X + h * v), t + h
         Y = Y - X * (X * Y).mean(-1, keepdim=True)

@@ -24,7 +24,7 @@ Letters
     N        a substep's LayerNorm                   r     second moment (B, T, C)
     G M      g, m with each token as an H x D matrix R     each token's D x D second moment (B, T, D, D)
 
-Initial values (GPT._init_weights and the tables below); a tensor's is a function of the seed and its name alone
+Initial values (GPT._init_weights and the tables below); those of a tensor follow from the seed and its name alone
     matrices, embeddings          N(0, 0.02)
     c_proj.weight                 N(0, 0.02 / sqrt(2 n_layer))
     LayerNorm gains, biases       1, 0
@@ -43,7 +43,7 @@ import math
 import zlib
 from collections import ChainMap
 from dataclasses import dataclass, field, fields
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional, get_args
 
 import torch
 import torch.nn as nn
@@ -193,7 +193,7 @@ def shampoo(O, N, H, x, R, betaR, gamma):
 class Template(NamedTuple):
     step: Callable
     streams: dict = {}                                          # name: what it holds before the first block
-    scalars: dict = {}                                          # name: (transform, initial value before it)
+    scalars: dict = {}                                          # name: (transform, raw initial value, before it)
     scale_free: bool = False                                    # the step is the same for any multiple of O
 
 
@@ -202,6 +202,7 @@ def raw(transform, value):
     return math.log(value / (1 - value)) if transform is torch.sigmoid else math.log(math.expm1(value))
 
 
+# raw 0 is the value 1/2 of a sigmoid and log 2 of a softplus
 sg, sp, sp1 = (torch.sigmoid, 0.0), (F.softplus, 0.0), (F.softplus, raw(F.softplus, 1.0))
 
 TEMPLATES = {
@@ -299,7 +300,7 @@ class Integrator(NamedTuple):
     step: Callable
     last: Callable                                              # the step of the last layer
     order: int                                                  # error ~ h^order, by the tests
-    scalars: dict                                               # name: (transform, initial value; None: h0)
+    scalars: dict                                               # name: (transform, initial value after it; None: h0)
 
 
 steps = dict(h_x=(F.softplus, None), h_y=(F.softplus, None))
@@ -337,7 +338,7 @@ class Cache:
             self.slots = []
 
     def once(self, f):
-        """f() of the first pass."""
+        """In the first pass f(), which is kept; in a later one what this call, by its order, kept there."""
         if self.first == 0:
             self.slots.append(f())
         self.call += 1
@@ -608,9 +609,10 @@ class ParticleBlock(nn.Module):
 
     def __init__(self, config, last):
         super().__init__()
-        self.step, at_end, _, scalars = INTEGRATORS[config.template]
-        if last and at_end is not self.step:
-            self.step, scalars = at_end, dict(h_x=scalars["h_x"])
+        integrator = INTEGRATORS[config.template]
+        self.step, scalars = integrator.step, integrator.scalars
+        if last and integrator.last is not integrator.step:
+            self.step, scalars = integrator.last, dict(h_x=scalars["h_x"])
         if config.lookahead:
             scalars = scalars | dict(mu=(torch.sigmoid, 0.001))
         self.ln_1, self.attn = layer_norm(config), PARTICLES[config.attention](config, with_force="h_y" in scalars)
@@ -622,7 +624,8 @@ class ParticleBlock(nn.Module):
 
     def forward(self, x, s, cache=None):
         (Y, t, past), c, c_mlp = s, dict(self.attn_step.scalars(cache)), self.mlp_step.scalars(cache)
-        velocity, force = self.attn(self.ln_1(x + c.pop("mu") * Y if "mu" in c else x), cache)
+        mu = c.pop("mu", None)                                  # of the look-ahead, if there is one
+        velocity, force = self.attn(self.ln_1(x if mu is None else x + mu * Y), cache)
         v, Y, past = self.step(velocity, force, Y, t, past, **c)
         Y = self.attn_step.ln(Y) if self.attn_step.ln else None
         x = x + c["h_x"] * v
@@ -642,7 +645,7 @@ class Settings:
     def __post_init__(self):
         for f in fields(self):
             value, choices, low, high = getattr(self, f.name), *map(f.metadata.get, ("choices", "low", "high"))
-            if value is None and f.default is None:
+            if value is None and type(None) in get_args(f.type):
                 continue
             if choices and value not in [*choices]:
                 raise ValueError(f"{f.name} is {value!r}: it must be one of {', '.join(choices)}")
@@ -656,7 +659,7 @@ class Settings:
 class GPTConfig(Settings):
     """The shape of a model. Raises ValueError for one that cannot be."""
     template: str = setting("tmm", "residual template or integrator, a key of model.TEMPLATES or model.INTEGRATORS",
-                            ChainMap(INTEGRATORS, TEMPLATES))      # in the order TEMPLATES, INTEGRATORS
+                            ChainMap(INTEGRATORS, TEMPLATES))      # which lists TEMPLATES first
     attention: str = setting("softmax", "'softmax' or 'linear'", ATTENTION)
     aux_init: str = setting("auto", "start of the momentum stream: 'auto' (the template's own), 'embed' or 'zero'",
                             ("auto", "embed", "zero"))

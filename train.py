@@ -473,7 +473,7 @@ def read_run(argv):
     else:
         weights, shape, tokenizer = read_weights(init_from)
         origin = Origin(weights, tokenizer, shape["vocab_size"])
-        known = {f.name for f in fields(TrainConfig)} - {"h0"}  # h0 is where scalars were that now are loaded
+        known = {f.name for f in fields(TrainConfig)} - {"h0"}  # the step sizes that began at h0 are loaded
         shape = {k: v for k, v in shape.items() if k in known}
         cfg = parse_args(TrainConfig, argv, default_config=demo, base=shape)
         for key, old in shape.items() if local_rank() == 0 else ():
@@ -659,7 +659,7 @@ def cut_log(cfg, step, evaluated):
             f.write(b"".join(kept))
 
 
-def begin_log(cfg):
+def remove_old_run(cfg):
     """Gives up what a former run has left in out_dir."""
     for name in RUN_FILES:
         with contextlib.suppress(FileNotFoundError):
@@ -722,7 +722,7 @@ class Trainer:
         self.optimizers = make_optimizers(model, cfg, device)
         self.best, self.step, self.busy, self.bad_steps, self.evaluated = math.inf, 0, 0.0, 0, False
         self.val_loss, self.resumed, self.wandb = 0.0, False, None
-        self.logged = self.step, self.busy                      # at the line before
+        self.logged = self.step, self.busy                      # at the last log line
         self.sequences = cfg.batch_size * cfg.gradient_accumulation_steps
         peak = peak_flops(device, self.dtype)
         self.mfu_per_speed = flops_per_token(model.config) / (peak * world) if peak else None
@@ -780,7 +780,7 @@ class Trainer:
         if self.master:
             print(f"step {self.step:6d}  val loss {self.val_loss:.4f}{'  (best)' if improved else ''}")
             if self.step == 0 and not self.resumed:
-                begin_log(cfg)
+                remove_old_run(cfg)
             self.record(val_loss=finite(self.val_loss))
             self.save(*["best.pt"] * improved, "last.pt", val_loss=self.val_loss)
         barrier()
@@ -825,7 +825,7 @@ class Trainer:
         self.bad_steps = 0 if good else self.bad_steps + 1
         self.step, self.evaluated = self.step + 1, False
         self.busy += time.perf_counter() - began
-        return loss / self.world, norm / self.world, bool(stop)
+        return loss / self.world, norm / self.world, bool(stop)     # of the sums, in which norm is the same everywhere
 
     def groups(self):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
