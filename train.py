@@ -3,7 +3,7 @@ Trains any variant of model.py, on one device or under torchrun.
 
     python train.py                                            # config/demo.py: a few minutes on two CPU cores
     python train.py config/ts.py --template=muon               # a recipe, with one setting changed
-    torchrun --nproc_per_node=8 train.py config/owt.py         # one node, eight GPUs
+    torchrun --nproc_per_node=4 train.py config/owt.py         # one node, four GPUs; for eight see the README
     python train.py --init_from=resume --out_dir=out/ts        # goes on with an interrupted run
 
 Arguments are config files (plain assignments) and --key=value or --key value; a later one wins. Without a config file
