@@ -42,8 +42,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import train
-from model import (GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, Settings, SoftmaxAttention, SoftmaxParticles,
-                   attention_weights, exp_scores, setting)
+from model import (GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, Scalars, Settings, SoftmaxAttention,
+                   SoftmaxParticles, attention_weights, exp_scores, setting)
 from prepare import cli, die, load_tokenizer, make_settings, or_die, parse_args, split_args, write_atomic
 from train import reason
 
@@ -447,10 +447,9 @@ def scalars(run, cfg):
     layers = []
     for i, block in enumerate(run.model.transformer.h):
         row = dict(layer=i)
-        for kind, step in (("attn", block.attn_step), ("mlp", block.mlp_step)):
-            row.update({f"{kind}.{name}": value.item() for name, value in step.scalars().items()})
-        if hasattr(block.attn, "h_raw"):
-            row["attn.h"] = F.softplus(block.attn.h_raw).item()
+        for kind, module in (("attn", block.attn_step), ("mlp", block.mlp_step), ("attn", block.attn)):
+            if isinstance(module, Scalars):
+                row.update({f"{kind}.{name}": value.item() for name, value in module.scalars().items()})
         layers.append(row)
     if len(layers[0]) == 1:
         die(f"{run.file}: a model of template {run.model.config.template} has no scalars")

@@ -694,7 +694,7 @@ class GPTConfig(Settings):
             if "embed" not in TEMPLATES[self.template].streams.values():
                 idle["aux_init"] = self.template
         for name, owner in idle.items():
-            default = getattr(GPTConfig, name)
+            default = getattr(GPTConfig, name)                  # that of a subclass may be None
             if getattr(self, name) not in (default, getattr(type(self), name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: {owner} has no use for it, set {default!r}")
 

@@ -130,14 +130,20 @@ def test_a_tensors_values_are_a_function_of_seed_and_name():
     assert len({tuple(a[name].flatten()[:8].tolist()) for name in matrices}) == len(matrices)
 
 
+def first_streams(template, embed, H):
+    """What a template's streams hold before the first block, as GPT.init_stream makes them; embed (B, T, C)."""
+    D = embed.size(-1) // H
+    kinds = dict(embed=embed, zero=torch.zeros_like(embed), ones=embed.new_ones(1, 1, 1),
+                 eye=torch.eye(D, dtype=embed.dtype)[None, None])
+    return [kinds[kind] for kind in TEMPLATES[template].streams.values()]
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_scale_without_effect_is_no_parameter(template):
     """h of linear attention exists unless a template's step is the same for O and for 2 O."""
-    H, D, x = 3, 4, torch.randn(2, 5, 12).double()
+    H, x = 3, torch.randn(2, 5, 12).double()
     weight, N = torch.randn(12, 12).double(), lambda u: norm(u, 1.3)
-    first = dict(embed=torch.randn(2, 5, 12).double(), ones=torch.ones(1, 1, 1).double(),
-                 eye=torch.eye(D).double()[None, None])
-    streams = [first[kind] for kind in TEMPLATES[template].streams.values()]
+    streams = first_streams(template, torch.randn(2, 5, 12).double(), H)
     scalars = {name: torch.tensor(0.3).double() for name in TEMPLATES[template].scalars}
     one, two = (TEMPLATES[template].step(lambda u: scale * torch.tanh(u @ weight), N, H, x, *streams, **scalars)[0]
                 for scale in (1.0, 2.0))
@@ -342,10 +348,7 @@ def test_update_equals_its_formula(template, H):
         torch.nn.init.uniform_(step.ln.weight, 0.5, 1.5)
     N = lambda u: norm(u, step.ln.weight)
     x = torch.randn(B, n, C, dtype=torch.float64)
-    start = dict(embed=torch.randn(B, n, C).double(), zero=torch.zeros(B, n, C).double(),
-                 ones=torch.ones(B, n, C).double(),
-                 eye=torch.eye(C // H).double().expand(B, n, -1, -1))
-    s = [start[kind] for kind in TEMPLATES[template].streams.values()]
+    s = first_streams(template, torch.randn(B, n, C).double(), H)
     for _ in range(3):                                          # the streams of one step are the next one's
         (x1, s1), (x2, s2) = step(O, x, s), reference(template, x, s, O, N, H, p)
         assert len(s1) == len(s2) == len(s)
@@ -362,8 +365,7 @@ def test_identities_hold_exactly(special, general, fixed, dropped):
     """`general` with the fixed scalars is `special`; its first `dropped` streams then do not matter."""
     x, m, weight = torch.randn(2, 5, 12).double(), torch.randn(2, 5, 12).double(), torch.randn(12, 12).double()
     O, N = lambda u: torch.tanh(u @ weight), lambda u: norm(u, 1.3)
-    start = dict(embed=m, ones=torch.ones(1, 1, 1).double(), eye=torch.eye(4).double()[None, None])
-    s = [start[kind] for kind in TEMPLATES[general].streams.values()]
+    s = first_streams(general, m, H=3)
     scalars = {name: torch.tensor(0.2 + 0.1 * i).double() for i, name in enumerate(TEMPLATES[special].scalars)}
     zero_dim = {name: torch.tensor(value).double() for name, value in fixed.items()}
     a = TEMPLATES[special].step(O, N, 3, x, *s[dropped:], **scalars)
