@@ -19,6 +19,11 @@ Looks into trained runs: the probes of the papers, on any checkpoint of train.py
 A run is a folder of train.py (its best.pt is read) or a checkpoint file. Several give one table and one figure. A probe
 writes PROBE.json beside each checkpoint and, but for --plot=false, a PNG (which needs matplotlib).
 """
+import signal
+
+if __name__ == "__main__":                                      # during the imports Ctrl-C just ends the process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import functools
 import json
 import math
@@ -181,6 +186,7 @@ def write_json(path, content):
 
 def pyplot():
     """matplotlib's pyplot, for files. Exits (2) if it is missing."""
+    os.environ["MPLBACKEND"] = "agg"                            # that of a notebook may not be there
     try:
         import matplotlib
     except ImportError:
@@ -481,21 +487,21 @@ def draw_scalars(results):
 
 
 @dataclass
-class CorporaConfig(BatchConfig):
+class CorporaConfig(DataConfig):
     datasets: str = setting("wikitext103,lambada,c4", "folders below data_dir, by commas")
     batch_size: int = setting(8, "sequences in a batch, which bounds the memory", low=1)
-    batches: int = setting(10 ** 9, "at most how many batches of each; the default is all", low=1)
+    sequences: int = setting(10 ** 9, "at most how many of each; the default is all", low=1)
 
 
 def loss_on(run, cfg, dataset):
-    """Mean loss in nats per token over a dataset's validation file, by train.py's evaluation."""
+    """Mean loss in nats per token over the first cfg.sequences of a dataset's val.bin, by train.py's evaluation."""
     val = open_val(run, cfg, dataset)
     run.model.fused_attention(True)                             # no derivatives here
-    return train.evaluate(run.model, val, cfg.batch_size, cfg.batches, train.autocast(run.device, "float32"))
+    return train.evaluate(run.model, val, cfg.sequences, cfg.batch_size, train.autocast(run.device, "float32"))
 
 
 def corpora(run, cfg):
-    """Zero-shot loss and perplexity on other corpora [TMM, 6], over the whole batches that their val.bin has."""
+    """Zero-shot loss and perplexity on other corpora [TMM, 6], over the whole blocks of their val.bin."""
     names = [name for name in comma_separated(cfg.datasets) if name]
     if not names:
         die(f"datasets is '{cfg.datasets}': name at least one")
@@ -512,13 +518,13 @@ def draw_corpora(results):
 
 
 @dataclass
-class ForgettingConfig(BatchConfig):
+class ForgettingConfig(DataConfig):
     source: Optional[str] = setting(None, "dataset that may be forgotten; None: that of the training")
     target: str = setting("wikitext103", "dataset to fine-tune on")
     max_steps: int = setting(1000, "fine-tuning steps", low=1)
-    gradient_accumulation_steps: int = setting(60, "micro-batches of batch_size in a step", low=1)
-    batch_size: int = setting(8, "sequences in a micro-batch", low=1)
-    batches: int = setting(160, "validation batches", low=1)
+    step_sequences: int = setting(480, "sequences in a step", low=1)
+    batch_size: int = setting(8, "sequences at once, at most", low=1)
+    sequences: int = setting(1280, "validation sequences", low=1)
 
 
 def forgetting(run, cfg):
@@ -530,9 +536,9 @@ def forgetting(run, cfg):
     settings = dict(
         init_from=run.file, out_dir=out, overwrite=True, dataset=cfg.target, data_dir=cfg.data_dir, optimizer="adamw",
         learning_rate=1e-4, scalar_lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.01, warmup_steps=50,
-        schedule="cosine", min_lr_ratio=0.1, grad_clip=1, sam="off", max_steps=cfg.max_steps, batch_size=cfg.batch_size,
-        gradient_accumulation_steps=cfg.gradient_accumulation_steps, eval_interval=cfg.max_steps,
-        eval_iters=cfg.batches, seed=cfg.seed, device=cfg.device, sample_tokens=0)
+        schedule="cosine", min_lr_ratio=0.1, grad_clip=1, sam="off", max_steps=cfg.max_steps,
+        step_sequences=cfg.step_sequences, batch_size=cfg.batch_size, eval_interval=cfg.max_steps,
+        eval_sequences=cfg.sequences, seed=cfg.seed, device=cfg.device, sample_tokens=0)
     if cfg.block_size:
         settings["block_size"] = cfg.block_size
     train.main([f"--{key}={value}" for key, value in settings.items()])
@@ -999,7 +1005,7 @@ def draw_dynamics(rates, energies, cfg):
     figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(15, 4), layout="constrained")
     label_axes(left, f"measured rate ^ layer, condition number {cfg.kappa:g}")
     label_axes(middle, f"energy of {cfg.particles} particles, {cfg.kernel} kernel", "time")
-    label_axes(right, "energy", "evaluations of the velocity (first order: of the force)")
+    label_axes(right, "energy", "evaluations of the kernel")
     left.set_yscale("log")
     for row in rates:
         label = f"{row['template']}: {row['measured']:.4f} = {row['formula']}"
@@ -1007,8 +1013,7 @@ def draw_dynamics(rates, energies, cfg):
         left.plot([row["measured"] ** k for k in range(100)], "--" if dashed else "-", label=label)
     for name, e in energies.items():
         middle.plot([i * cfg.h for i in range(len(e))], e, label=name)
-        calls = 2 if name == "conformal_euler" and cfg.kernel == "softmax" else 1
-        right.plot([i * calls for i in range(len(e))], e, label=name)
+        right.plot(e, label=name)
     for ax in (left, middle, right):
         ax.legend(fontsize="x-small")
     return figure

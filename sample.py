@@ -1,11 +1,16 @@
 """
 Samples text from a checkpoint, as it comes.
 
-    python sample.py --out_dir=out/demo --start="In the beginning" --num_samples=3
-    python sample.py --out_dir=out/demo --start=FILE:prompt.txt --temperature=0
+    python sample.py --out_dir=out/demo-tmm --start="In the beginning" --num_samples=3
+    python sample.py --out_dir=out/demo-tmm --start=FILE:prompt.txt --temperature=0
 
 Arguments are those of train.py: --key=value or --key value, or files of assignments.
 """
+import signal
+
+if __name__ == "__main__":                                      # during the imports Ctrl-C just ends the process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import os
 import sys
 from dataclasses import dataclass
@@ -14,13 +19,13 @@ from typing import Optional
 import torch
 
 from model import Settings, setting
-from prepare import cli, die, load_tokenizer, parse_args
+from prepare import cli, die, load_tokenizer, or_die, parse_args
 from train import autocast, load_checkpoint, pick_device, pick_dtype, print_text
 
 
 @dataclass
 class SampleConfig(Settings):
-    out_dir: str = setting("out/demo", "folder of the checkpoint")
+    out_dir: str = setting("out/demo-tmm", "folder of the checkpoint")
     checkpoint: str = setting("best.pt", "which file in it, best.pt or last.pt")
     start: str = setting("", "prompt, or FILE:path of one; empty: begin a document")
     num_samples: int = setting(1, "texts to sample", low=1)
@@ -36,13 +41,12 @@ class SampleConfig(Settings):
 
 
 def read_prompt(text):
-    if not text.startswith("FILE:"):
+    with or_die("cannot read the prompt --start", "name a file of UTF-8 text", (OSError, UnicodeError)):
+        if text.startswith("FILE:"):
+            with open(text[5:], encoding="utf-8-sig", newline="") as f:     # without a byte order mark
+                return f.read()
+        text.encode()                                           # an argument may hold bytes that are no text
         return text
-    try:
-        with open(text[5:], encoding="utf-8") as f:
-            return f.read()
-    except (OSError, UnicodeDecodeError) as e:
-        die(f"cannot read the prompt --start={text}: {e}")
 
 
 def main():

@@ -1050,11 +1050,11 @@ def config(*args):
 
 
 def refused(capsys, f, *args, **kwargs):
-    """The one line of a wrong call."""
+    """The one line of a wrong call, but for warnings."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         f(*args, **kwargs)
-    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
     assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]
 
@@ -1110,10 +1110,10 @@ def test_help_lists_every_setting(capsys):
 def test_recipes(recipe, steps, warmup, muon_lr):
     cfg = config(str(ROOT / "config" / f"{recipe}.py"), "--template=soap")
     assert (cfg.max_steps, cfg.warmup_steps, cfg.muon_lr, cfg.template) == (steps, warmup, muon_lr, "soap")
-    assert (cfg.batch_size * cfg.gradient_accumulation_steps, cfg.block_size) == (480, 1024)
+    assert (cfg.step_sequences, cfg.batch_size, cfg.block_size) == (480, 8, 1024)
     assert (cfg.learning_rate, cfg.scalar_lr, cfg.weight_decay, cfg.beta1, cfg.beta2) == (6e-4, 3e-3, 0.1, 0.9, 0.95)
     assert (cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.seed, cfg.grad_clip) == (12, 12, 768, 42, 1.0)
-    assert (cfg.eval_interval, cfg.eval_iters, cfg.min_lr_ratio) == (100, 160, 0.1)
+    assert (cfg.eval_interval, cfg.eval_sequences, cfg.min_lr_ratio) == (100, 1280, 0.1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1126,7 +1126,7 @@ def opened(cfg):
 
 def split(n, block_size, seed=7):
     np.arange(n, dtype=np.uint16).tofile("order.bin")
-    return T.Split("order.bin", dict(dtype="uint16", vocab_size=1000), block_size, seed)
+    return T.Split("order.bin", dict(dtype="uint16", tokenizer_size=1000), block_size, seed)
 
 
 def test_an_epoch_visits_every_block_once():
@@ -1144,12 +1144,16 @@ def test_an_epoch_visits_every_block_once():
     assert split(10, 9).offsets(0, 3) == [0, 0, 0] and split(11, 9).blocks == 1
 
 
-def test_processes_share_the_global_batch():
-    cfg = config("--batch_size=3", "--gradient_accumulation_steps=8")
-    for world in (1, 2, 4):
-        shares = [T.micro_batches(5, cfg, rank, world) for rank in range(world)]
-        assert all(len(share) == 8 // world for share in shares)
-        assert sorted(sum(shares, [])) == list(range(5 * 24, 6 * 24, 3))
+@pytest.mark.parametrize("sequences, batch_size, world, count, size", [
+    (480, 8, 1, 60, 8), (480, 8, 2, 30, 8), (480, 8, 8, 10, 6), (480, 8, 32, 3, 5), (480, 8, 480, 1, 1),
+    (24, 3, 4, 2, 3), (14, 6, 2, 7, 1), (5, 8, 1, 1, 5)])
+def test_processes_share_the_global_batch(sequences, batch_size, world, count, size):
+    """Each takes a like share, at most batch_size at once; together they take each block of the step once."""
+    cfg = config(f"--step_sequences={sequences}", f"--batch_size={batch_size}")
+    shares = [T.micro_batches(5, cfg, rank, world) for rank in range(world)]
+    assert all((len(firsts), n) == (count, size) for firsts, n in shares)
+    blocks = [first + i for firsts, n in shares for first in firsts for i in range(n)]
+    assert sorted(blocks) == list(range(5 * sequences, 6 * sequences))
 
 
 @pytest.mark.parametrize("template, attention", [("vanilla", "softmax"), ("adamw", "linear"), ("soap", "softmax")])
@@ -1194,9 +1198,9 @@ def test_overfits_a_batch():
 # ---------------------------------------------------------------------------------------------------------------------
 # train and sample: the command line
 
-SMALL = ("--dataset=text --out_dir=out --sample_tokens=0 --learning_rate=6e-4 --eval_iters=3 --dtype=float32 "
+SMALL = ("--dataset=text --out_dir=out --sample_tokens=0 --learning_rate=6e-4 --eval_sequences=12 --dtype=float32 "
          "--n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --batch_size=4 --warmup_steps=2 --device=cpu "
-         "--gradient_accumulation_steps=4 --max_steps=6 --eval_interval=3 --log_interval=1")
+         "--step_sequences=16 --max_steps=6 --eval_interval=3 --log_interval=1")
 
 
 def corpus():
@@ -1267,8 +1271,10 @@ def test_train_save_load_sample(capfd, monkeypatch):
         assert says in refused(capfd, sample_here, capfd, monkeypatch, args)
     state = torch.load("out/last.pt", weights_only=True)
     diverged = {name: p * math.nan for name, p in state["model"].items()}
+    huge = {name: p + 1e38 for name, p in state["model"].items()}
     for change, says in ((dict(step=None), "is not a checkpoint"), (dict(config={}), "is not a checkpoint"),
-                         (dict(model=diverged), "out/best.pt: its logits are not finite")):
+                         (dict(model=huge), "out/best.pt: its logits are not finite"),
+                         (dict(model=diverged), "the weights of out/best.pt are not finite")):
         torch.save(state | change, "out/best.pt")
         assert says in refused(capfd, sample_here, capfd, monkeypatch, "--out_dir=out --device=cpu:3")
 
@@ -1382,7 +1388,6 @@ def test_other_errors_are_one_line(capsys, monkeypatch):
     assert "must be one of vanilla, hb" in start("--template=sgd")
     assert "multiple of n_head" in start("--n_head=5")
     assert "device is 'tpu'" in start("--device=tpu") and "device is 'meta'" in start("--device=meta")
-    assert "aux_init" in start("--template=vanilla --aux_init=zero")
     assert not Path("out").exists()                             # nothing was begun
     Path("file").write_text("x")
     assert "out_dir file/x" in start("--out_dir=file/x")
@@ -1398,7 +1403,7 @@ def test_other_errors_are_one_line(capsys, monkeypatch):
 
 def bad_losses(monkeypatch, calls):
     """Makes the model's loss NaN in these training micro-batches, counted from 0."""
-    forward, count = GPT.forward, itertools.count()
+    forward, count = GPT.forward, itertools.count(-1)           # a run's first one looks for unused parameters
 
     def broken(self, idx, targets=None, **kwargs):
         logits, loss = forward(self, idx, targets, **kwargs)
@@ -1531,13 +1536,13 @@ def killed_after(monkeypatch, step, args):
 
 def signal_in_step(monkeypatch, step):
     """A SIGTERM that comes while this step, counted from 0, is taken."""
-    whole = T.micro_batches
+    whole = T.Trainer.backward
 
-    def micro_batches(at, *args):
-        if at == step:
+    def backward(self):
+        if self.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return whole(at, *args)
-    monkeypatch.setattr(T, "micro_batches", micro_batches)
+        return whole(self)
+    monkeypatch.setattr(T.Trainer, "backward", backward)
 
 
 def equal(a, b):
@@ -1568,7 +1573,7 @@ def test_resumed_run_is_the_straight_one_bit_by_bit(monkeypatch, settings):
     Path("again/.last.pt.123.tmp").write_text("half")
     train_here(monkeypatch, "--init_from=resume --out_dir=again")
     assert equal("out", "again") and losses("out") == losses("again") and len(losses("out")[0]) == 20
-    assert sorted(os.listdir("again")) == ["best.pt", "last.pt", "metrics.jsonl"]
+    assert sorted(os.listdir("again")) == [".lock", "best.pt", "last.pt", "metrics.jsonl"]
 
 
 @slow
@@ -1583,7 +1588,7 @@ def test_a_signal_ends_the_run_after_its_step(monkeypatch, number):
             process.send_signal(number)
             break
     rest = process.stdout.read()
-    assert process.wait() == 0 and "go on with: python train.py --init_from=resume --out_dir=out" in rest
+    assert process.wait() == 0 and "go on with the same command and --init_from=resume --out_dir=out" in rest
     step = torch.load("out/last.pt", weights_only=True)["step"]
     assert f"stopped at step {step};" in rest and step == metrics("out")[0][-1]["step"] >= 3
     train_here(monkeypatch, f"--init_from=resume --out_dir=out --max_steps={step + 2}")
@@ -1614,7 +1619,7 @@ def test_a_new_run_gives_up_the_old_one_whole(monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(T, "evaluate", lambda *a: math.nan)
         train_main(m, SMALL + " --overwrite=true --max_steps=1 --template=hb --sample_tokens=3")
-    assert sorted(os.listdir("out")) == ["last.pt", "metrics.jsonl"]
+    assert sorted(os.listdir("out")) == [".lock", "last.pt", "metrics.jsonl"]
     assert [r["val_loss"] for r in metrics("out")[1]] == [None, None]
 
 
@@ -1657,7 +1662,7 @@ def test_what_resume_refuses_and_what_it_says(capsys, monkeypatch):
     corpus()
     train_here(monkeypatch, SMALL)
     again = lambda args="": refused(capsys, train_main, monkeypatch, f"--init_from=resume --out_dir=out {args}")
-    for name, new, old in (("template", "hb", "tmm"), ("n_layer", 3, 2), ("seed", 1, 42), ("batch_size", 2, 4),
+    for name, new, old in (("template", "hb", "tmm"), ("n_layer", 3, 2), ("seed", 1, 42), ("step_sequences", 8, 16),
                            ("optimizer", "adamw", "muon"), ("dropout", 0.5, 0.0)):
         assert f"{name} is {new!r}: the run in out has {old!r}" in again(f"--{name}={new}")
     assert "max_steps is 3: the run in out is at step 6" in again("--max_steps=3")
@@ -1704,13 +1709,14 @@ def first_loss(monkeypatch, args):
 def test_begin_with_weights_of_this_project(capsys, monkeypatch):
     corpus()
     val = train_here(monkeypatch, SMALL + " --template=vanilla --bias=true")[1][-1]["val_loss"]
-    few = "--dataset=text --eval_iters=3 --batch_size=4 --dtype=float32 --device=cpu --learning_rate=1e-4"
+    few = ("--dataset=text --eval_sequences=12 --step_sequences=16 --batch_size=4 --dtype=float32 --device=cpu "
+           "--learning_rate=1e-4")
     assert first_loss(monkeypatch, f"{few} --out_dir=fine --init_from=out/last.pt") == val    # its shape is taken over
     assert torch.load("fine/last.pt", weights_only=True)["model_config"]["bias"] is True
     assert first_loss(monkeypatch, f"{few} --out_dir=short --init_from=out/last.pt --block_size=8") < 6
     seed = f"{few} --out_dir=hb --init_from=out/last.pt --template=hb --overwrite=true"
     line = refused(capsys, train_main, monkeypatch, seed)
-    assert ("do not fit this model: not there: transformer.aux_wpe.weight, transformer.aux_wte.weight, transformer.h.*."
+    assert ("do not fit this model (not there: transformer.aux_wpe.weight, transformer.aux_wte.weight, transformer.h.*."
             "attn_step.beta_raw" in line and "--strict=false takes what fits" in line)
     train_here(monkeypatch, seed + " --strict=false --max_steps=1")
     assert "took 29 of 47 tensors from out/last.pt" in capsys.readouterr().out
@@ -1736,10 +1742,10 @@ def test_begin_with_a_checkpoint_of_nanogpt(monkeypatch):
     args = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, bias=True, vocab_size=320, dropout=0.0)
     torch.save(dict(model=weights, model_args=args, optimizer={}, iter_num=7, best_val_loss=torch.tensor(1.0),
                     config=dict(dataset="x")), "ckpt.pt")
-    few = "--dataset=text --eval_iters=3 --batch_size=4 --dtype=float32 --device=cpu --out_dir=fine"
+    few = "--dataset=text --eval_sequences=12 --batch_size=4 --dtype=float32 --device=cpu --out_dir=fine"
     loss = first_loss(monkeypatch, f"{few} --init_from=ckpt.pt")
     cfg = config(*few.split(), "--block_size=16")
-    assert loss == T.evaluate(model.eval(), opened(cfg)[1], 4, 3, T.autocast(torch.device("cpu"), "float32"))
+    assert loss == T.evaluate(model.eval(), opened(cfg)[1], 12, 4, T.autocast(torch.device("cpu"), "float32"))
 
 
 @slow
@@ -1754,10 +1760,10 @@ def test_begin_with_gpt2(capsys, monkeypatch):
     fake = types.SimpleNamespace(config=shape, state_dict=lambda: dict(weights))
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(
         GPT2LMHeadModel=types.SimpleNamespace(from_pretrained=lambda name: fake)))
-    few = "--dataset=text --eval_iters=3 --batch_size=2 --dtype=float32 --device=cpu --out_dir=fine"
+    few = "--dataset=text --eval_sequences=6 --batch_size=2 --dtype=float32 --device=cpu --out_dir=fine"
     loss = first_loss(monkeypatch, f"{few} --init_from=gpt2")
     cfg = config(*few.split(), "--block_size=16")
-    assert loss == T.evaluate(model.eval(), opened(cfg)[1], 4, 3, T.autocast(torch.device("cpu"), "float32"))
+    assert loss == T.evaluate(model.eval(), opened(cfg)[1], 6, 2, T.autocast(torch.device("cpu"), "float32"))
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install transformers" in refused(capsys, train_main, monkeypatch, f"{few} --init_from=gpt2-medium")
 
@@ -1820,11 +1826,11 @@ def test_wandb_is_optional(capsys, monkeypatch):
 
 
 @slow
-def test_processes_must_divide_the_accumulation():
+def test_processes_must_divide_the_step():
     corpus()
     code, out, err = run(f"-m torch.distributed.run --standalone --nproc_per_node=2 train.py {SMALL} "
-                         "--gradient_accumulation_steps=3")
-    assert code != 0 and "gradient_accumulation_steps is 3: it must be a multiple of the number of processes, 2" in err
+                         "--step_sequences=3")
+    assert code != 0 and err.count("step_sequences is 3: it must be a multiple of the number of processes, 2") == 1
 
 
 @slow
@@ -1853,9 +1859,11 @@ def test_compile_that_fails_falls_back(capsys, monkeypatch):
     model, idx = tiny(n_layer=1), tokens(1, 4)
     monkeypatch.setattr(torch, "compile", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no compiler")))
     state = torch.get_rng_state()
-    assert T.compile_model(model, idx, idx, T.autocast(torch.device("cpu"), "float32")) is model
+    assert T.compile_model(model, idx, idx, T.autocast(torch.device("cpu"), "float32"), asked=None) is model
     assert "warning: torch.compile does not work here" in capsys.readouterr().err
     assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(RuntimeError, match="no compiler"):      # --compile=true means it
+        T.compile_model(model, idx, idx, T.autocast(torch.device("cpu"), "float32"), asked=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2437,7 +2445,7 @@ def test_probes_write_json_table_and_figure(capsys, monkeypatch):
             ("sharpness", "--probes=2 --iterations=2 --points=3", {"lambda_max", "trace", "trace_se", "slice"}),
             ("entropy", "--batches=2", {"entropy", "layers"}),
             ("corpora", "--datasets=other,text", {"other", "text", "mean", "mean ppl"}),
-            ("forgetting", "--target=other --max_steps=8 --batch_size=2 --gradient_accumulation_steps=2 --batches=2",
+            ("forgetting", "--target=other --max_steps=8 --batch_size=2 --step_sequences=4 --sequences=4",
              {"forgetting", "plasticity"})):
         analyze_here(monkeypatch, f"{probe} runs/vanilla runs/tmm/last.pt {settings}")
         out = capsys.readouterr().out
@@ -2460,7 +2468,7 @@ def test_probes_write_json_table_and_figure(capsys, monkeypatch):
     says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
     with monkeypatch.context() as m:
         signal_in_step(m, 1)
-        few = "--max_steps=8 --batch_size=2 --gradient_accumulation_steps=1 --batches=2"
+        few = "--max_steps=8 --batch_size=2 --step_sequences=2 --sequences=4"
         assert "fine-tuning stopped at step 2 of 8: no result" in says(f"forgetting runs/tmm --target=other {few}")
     assert not Path("runs/tmm/forgetting.json").exists()
     assert "no checkpoint nowhere/best.pt" in says("entropy runs/tmm nowhere") and "datasets is" in says(
@@ -2887,11 +2895,20 @@ def test_unreachable_hub(capsys, monkeypatch):
 
 
 @slow
-def test_only_one_process_of_a_node_speaks(capsys, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit) as stop:
-        P.die("message")
-    assert stop.value.code == 2 and capsys.readouterr().err == ""
+def test_a_reason_that_one_process_has_is_told_with_its_rank(capsys, monkeypatch):
+    """Local rank 0 speaks at once, another one after a moment, in which torchrun ends it if rank 0 has said it."""
+    waits, term = [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    for env, said in ((dict(LOCAL_RANK="0", RANK="0"), "error: message\n"),
+                      (dict(LOCAL_RANK="1"), "error (rank 1): message\n"),
+                      (dict(LOCAL_RANK="0", RANK="8"), "error (rank 8): message\n"),
+                      (dict(LOCAL_RANK="3", RANK="11"), "error (rank 11): message\n")):
+        with monkeypatch.context() as m, pytest.raises(SystemExit) as stop:
+            [m.setenv(*item) for item in env.items()]
+            P.die("message")
+        assert stop.value.code == 2 and capsys.readouterr().err == said
+    assert waits == [2, 2]
+    signal.signal(signal.SIGTERM, term)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,12 +3,16 @@ Trains any variant of model.py, on one device or under torchrun.
 
     python train.py                                            # config/demo.py: a few minutes on two CPU cores
     python train.py config/ts.py --template=muon               # a recipe, with one setting changed
-    torchrun --nproc_per_node=4 train.py config/owt.py         # one node, four GPUs; for eight see the README
-    python train.py --init_from=resume --out_dir=out/ts        # goes on with an interrupted run
+    torchrun --nproc_per_node=8 train.py config/owt.py         # one node, eight GPUs
+    python train.py --init_from=resume --out_dir=out/ts-muon   # goes on with an interrupted run
 
 Arguments are config files (plain assignments) and --key=value or --key value; a later one wins. Without a config file
 config/demo.py is read first. Writes best.pt, last.pt and metrics.jsonl into out_dir.
 """
+import signal
+
+if __name__ == "__main__":                                      # during the imports Ctrl-C just ends the process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
 import json
@@ -16,8 +20,8 @@ import math
 import os
 import pickle
 import re
-import signal
 import sys
+import textwrap
 import time
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
@@ -32,8 +36,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, INTEGRATORS, GPTConfig, setting
-from prepare import (DATASETS, OFFLINE, TOKENIZERS, cli, die, load_tokenizer, make_settings, or_die, parse_args,
-                     prepare, read_settings, write_atomic)
+from prepare import (DATASETS, OFFLINE, TOKENIZERS, cli, die, load_tokenizer, lock, make_settings, or_die, parse_args,
+                     prepare, read_settings, split_args, write_atomic)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
@@ -51,17 +55,18 @@ class TrainConfig(GPTConfig):
     # data
     dataset: str = setting("tinystories", "folder of train.bin, val.bin and meta.json below data_dir", fixed=True)
     data_dir: str = setting("data", "where the datasets are")
-    out_dir: str = setting("out", "where best.pt, last.pt and metrics.jsonl go")
+    out_dir: Optional[str] = setting(None, "where best.pt, last.pt and metrics.jsonl go; None: out/RECIPE-TEMPLATE, "
+                                           "followed by what else the command line says of the model")
     overwrite: bool = setting(False, "start anew in an out_dir that already holds a run, which is lost")
     init_from: str = setting("scratch", "'scratch'; 'resume': go on with out_dir's last.pt; or weights to begin "
                                         "with: a checkpoint of this project or of nanoGPT (a path), or 'gpt2', "
                                         "'gpt2-medium', ...")
     strict: bool = setting(True, "weights to begin with must fit the model exactly; false: what fits is taken")
     # batches
-    batch_size: int = setting(8, "sequences in a micro-batch", low=1, fixed=True)
-    gradient_accumulation_steps: int = setting(60, "micro-batches in a step, shared by all processes", low=1,
-                                               fixed=True)
-    max_steps: int = setting(10_000, "optimizer steps", low=0)
+    step_sequences: int = setting(480, "sequences in a step, shared by all processes", low=1, fixed=True)
+    batch_size: int = setting(8, "sequences that a process takes at once, at most; what does not fit is accumulated",
+                              low=1)
+    max_steps: int = setting(10_000, "optimizer steps", low=0, high=10 ** 9)
     seed: int = setting(42, "of the weights, the data order and dropout", low=0, high=2 ** 63, fixed=True)
     # optimizer
     optimizer: str = setting("muon", "'muon' (matrices in blocks; AdamW for the rest) or 'adamw'", ("muon", "adamw"),
@@ -87,7 +92,7 @@ class TrainConfig(GPTConfig):
     sam_rho: float = setting(0.05, "length of its ascent step", low=0)
     # evaluation and logging
     eval_interval: int = setting(100, "steps between evaluations", low=1)
-    eval_iters: int = setting(160, "validation batches, the same ones each time and for every seed", low=1)
+    eval_sequences: int = setting(1280, "validation sequences, the same ones each time and for every seed", low=1)
     log_interval: int = setting(10, "steps between log lines", low=1)
     sample_tokens: int = setting(0, "length of the text sampled at the end", low=0)
     # system
@@ -97,6 +102,17 @@ class TrainConfig(GPTConfig):
     compile: Optional[bool] = setting(None, "torch.compile; None: on cuda only")
     wandb_log: bool = setting(False, "also log to Weights & Biases (needs the package wandb)")
     wandb_project: str = setting("momentum-streams", "its project there; the run is named after out_dir")
+
+    def __post_init__(self):
+        for name, owner in self.idle().items():                 # no error, so that --template can be swept
+            warn(f"{name} is {getattr(self, name)!r}: {owner} has no use for it")
+            setattr(self, name, getattr(type(self), name))
+        super().__post_init__()
+
+
+def kept(f):
+    """Whether a resumed run must keep this field of TrainConfig: what the model is, and what is marked."""
+    return f.name in GPTConfig.__dataclass_fields__ or f.metadata.get("fixed")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,9 +124,12 @@ class Split:
     pure function of (seed, i): an epoch visits each block once in a seeded order, and starts at a seeded offset."""
 
     def __init__(self, path, meta, block_size, seed):
-        self.path, self.dtype, self.vocab_size = path, meta["dtype"], meta["vocab_size"]
+        self.path, self.dtype, self.tokenizer_size = path, meta["dtype"], meta["tokenizer_size"]
         self.T, self.seed = block_size, seed
-        self.size = os.path.getsize(path) // np.dtype(self.dtype).itemsize
+        with or_die(f"cannot read {path}", "is it there, and readable for you?"):
+            self.file = open(path, "rb")                        # stays the same if the dataset is prepared anew
+        self.bytes = os.fstat(self.file.fileno()).st_size
+        self.size = self.bytes // np.dtype(self.dtype).itemsize
         self.blocks = max(1, (self.size - block_size) // (block_size + 1))      # as many for every offset
         self.order = lru_cache(maxsize=2)(self._order)
 
@@ -125,10 +144,13 @@ class Split:
 
     def batch(self, first, count, device):
         """Blocks first ... first + count - 1 as inputs and targets, each (count, T) int64 on the device."""
-        data = np.memmap(self.path, self.dtype, "r")            # opened anew: a kept one grows as its pages are read
+        if os.fstat(self.file.fileno()).st_size != self.bytes:
+            die(f"{self.path} has been overwritten while it was read: prepare it again, and resume")
+        data = np.memmap(self.file, self.dtype, "r")            # mapped anew: a kept map grows as its pages are read
         block = np.stack([data[i:i + self.T + 1] for i in self.offsets(first, count)]).astype(np.int64)
-        if block.max() >= self.vocab_size:
-            die(f"{self.path} holds id {block.max()}, meta.json says vocab_size {self.vocab_size}: prepare it again")
+        if block.max() >= self.tokenizer_size:
+            die(f"{self.path} holds id {block.max()}, meta.json says tokenizer_size {self.tokenizer_size}: prepare it "
+                "again")
         block = torch.from_numpy(block)
         if device.type == "cuda":
             block = block.pin_memory().to(device, non_blocking=True)
@@ -138,9 +160,12 @@ class Split:
 
 
 def micro_batches(step, cfg, rank, world):
-    """The first block of each micro-batch that a process takes of a step: all of them together are the global batch."""
-    return [(step * cfg.gradient_accumulation_steps + i) * cfg.batch_size
-            for i in range(rank, cfg.gradient_accumulation_steps, world)]
+    """([the first block of each micro-batch that a process takes of a step], blocks in each): the largest divisor of
+    its share up to batch_size. All of them together are the step_sequences blocks of the step."""
+    share = cfg.step_sequences // world
+    size = max(n for n in range(1, min(cfg.batch_size, share) + 1) if share % n == 0)
+    begin = step * cfg.step_sequences + rank * share
+    return list(range(begin, begin + share, size)), size
 
 
 def load_meta(folder):
@@ -182,8 +207,14 @@ def open_data(data_dir, dataset, block_size, **seeds):
 
 
 def reason(e):
-    """An exception in at most 200 characters of one line."""
-    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}" if str(e) else type(e).__name__
+    """An exception in about 200 characters of one line."""
+    return f"{type(e).__name__}: {textwrap.shorten(str(e), 200, placeholder=' ...')}" if str(e) else type(e).__name__
+
+
+def warn(message):
+    """One line on stderr, once a node, for what may be meant."""
+    if local_rank() == 0:
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def local_rank():
@@ -209,6 +240,9 @@ def pick_device(name):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name.split(":")[0] not in ("cpu", "cuda", "mps"):
         die(f"device is '{name}': it must be auto, cpu, cuda or mps")
+    if name == "cuda" and 0 < torch.cuda.device_count() <= local_rank():
+        die(f"this process is number {local_rank()} of its node, which has {torch.cuda.device_count()} GPUs: start as "
+            "many with --nproc_per_node")
     try:
         device = torch.device(f"cuda:{local_rank()}" if name == "cuda" else name)
         torch.zeros(1, device=device)
@@ -219,17 +253,24 @@ def pick_device(name):
 
 def init_processes(cfg):
     """(device, rank, world): this process's. Exits (2) if the processes cannot share a step evenly."""
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if any(name in os.environ for name in TORCHRUN[:3]) and missing:
+        die(f"the environment has {' and '.join(name for name in TORCHRUN if name not in missing)} but not "
+            f"{', '.join(missing)}: start with torchrun, which sets them, or unset them all")
     device = pick_device(cfg.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
+    if not missing:
         wait = timedelta(hours=3)                               # rank 0 may be busy with data or a disk for long
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
+        with or_die("cannot join the other processes", "start all of them with torchrun", (ValueError, RuntimeError)):
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if cfg.gradient_accumulation_steps % world:
-        die(f"gradient_accumulation_steps is {cfg.gradient_accumulation_steps}: it must be a multiple of the number of "
-            f"processes, {world}")
+    if cfg.step_sequences % world:
+        die(f"step_sequences is {cfg.step_sequences}: it must be a multiple of the number of processes, {world}")
     return device, rank, world
+
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")       # the variables that it sets
 
 
 def pick_dtype(name, device):
@@ -248,14 +289,17 @@ def autocast(device, dtype):
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
-def compile_model(model, x, y, amp):
-    """The model compiled and run once on a batch; the model itself, with a warning, where that does not work."""
+def compile_model(model, x, y, amp, asked):
+    """The model compiled and run once on a batch. Where that does not work its error, if it was asked for, else the
+    model itself, with a warning."""
     try:
         compiled = torch.compile(model, fullgraph=True)
         with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), amp:
             compiled(x, y, return_logits=False)[1].backward()
     except Exception as e:
-        print(f"warning: torch.compile does not work here, running without it ({reason(e)})", file=sys.stderr)
+        if asked:
+            raise
+        warn(f"torch.compile does not work here, running without it ({reason(e)})")
         compiled = model
     model.zero_grad(set_to_none=True)
     return compiled
@@ -265,16 +309,27 @@ def compile_model(model, x, y, amp):
 # Optimizers
 
 
+def freeze_unused(model):
+    """[names] of the parameters on which no loss depends, such as a scalar of the last layer that only a later layer
+    would feel. They require no gradient from here on: of all others optimizers, DDP and checkpoints expect one."""
+    idx = torch.zeros(1, min(2, model.config.block_size), dtype=torch.long, device=model.lm_head.weight.device)
+    model(idx, idx, return_logits=False)[1].backward()
+    unused = {name: p for name, p in model.named_parameters() if p.grad is None}
+    for p in unused.values():
+        p.requires_grad_(False)
+    model.zero_grad(set_to_none=True)
+    return list(unused)
+
+
 def param_groups(model):
     """{name: parameters}: matrices (2-D, inside the blocks), embeddings (the tied head among them), norms (gains and
-    biases), scalars (*_raw). Each parameter is in exactly one."""
+    biases), scalars (*_raw). Each parameter that is not frozen is in exactly one."""
     groups = dict(matrices=[], embeddings=[], norms=[], scalars=[])
     for name, p in model.named_parameters():                    # lists the tied head once, as wte
         kind = ("scalars" if name.endswith("_raw") else "norms" if p.ndim == 1 else
                 "matrices" if name.startswith("transformer.h.") else "embeddings")
-        groups[kind].append((name, p))
-    ids = [id(p) for group in groups.values() for _, p in group]
-    assert sorted(ids) == sorted(id(p) for p in set(model.parameters())), "groups must partition the parameters"
+        if p.requires_grad:
+            groups[kind].append((name, p))
     return groups
 
 
@@ -367,21 +422,22 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e
 
 
 @torch.no_grad()
-def evaluate(model, split, batch_size, batches, amp, rank=0, world=1):
-    """Mean loss in nats per token over the first batches of the split, at most all, shared by all processes. The model
-    is in eval mode meanwhile."""
+def evaluate(model, split, sequences, batch_size, amp, rank=0, world=1):
+    """Mean loss in nats per token over the first sequences of the split, at most all, shared by all processes. The
+    model is in eval mode meanwhile."""
     training, device = model.training, next(model.parameters()).device
-    size = min(batch_size, split.blocks)
-    count = min(batches, split.blocks // size)
-    total = torch.zeros(2, device=device)                       # sum of losses, batches
+    n = min(sequences, split.blocks)
+    size, losses = min(batch_size, n), []
     model.eval()
-    for i in range(rank, count, world):
+    for first in range(rank * size, n, world * size):
+        x, y = split.batch(first, size, device)
+        y[n - first:] = -1                                      # a last batch of the same shape, in part not counted
         with amp:
-            loss = model(*split.batch(i * size, size, device), return_logits=False)[1]
-            total += torch.stack([loss, torch.ones((), device=device)])
+            losses.append(model(x, y, return_logits=False)[1] * min(size, n - first))
     model.train(training)
-    loss, n = all_sum(total).tolist()
-    return loss / n
+    total = math.fsum(loss.item() for loss in losses)
+    place = "cpu" if device.type == "mps" else device           # which has no float64
+    return all_sum(torch.tensor(total, dtype=torch.float64, device=place)).item() / n
 
 
 def named_state(optimizer):
@@ -415,26 +471,42 @@ def save(path, state):
         torch.save(state, f)
 
 
-def refuse(path, e):
-    """Exits (2): what is wrong with a checkpoint, in a line."""
-    if isinstance(e, FileNotFoundError):
+@contextlib.contextmanager
+def reading(path):
+    """Exits (2) if what a file holds is not what the block looks for. No model is built within: whoever has broken
+    model.py is to see the traceback."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        die(f"{path} is not a checkpoint of this project ({reason(e)}): name another file")
+
+
+def read_file(path):
+    """What torch.save has put into a file. Exits (2) if that is not a dict of tensors and plain values."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
         die(f"no checkpoint {path}: train one first (python train.py) or name its folder with --out_dir")
-    detail = "no tensors and plain values" if isinstance(e, pickle.UnpicklingError) else reason(e)
-    die(f"{path} is not a checkpoint of this project ({detail}): name another file")
+    except OSError as e:
+        die(f"cannot read {path} ({e}): name a file that can be read")
+    except Exception as e:                                      # whatever a bad file provokes
+        detail = "no tensors and plain values" if isinstance(e, pickle.UnpicklingError) else reason(e)
+        die(f"{path} is not a checkpoint of this project ({detail}): name another file")
+    with reading(path):
+        return dict(state)
 
 
 def load_checkpoint(path, device):
     """(model in eval mode on the device, the checkpoint's dict). Exits (2) if the file is not one of ours."""
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-        model = GPT(GPTConfig(**state["model_config"]))
-        model.load_state_dict(state["model"])
-        if load_tokenizer(state["tokenizer"]).size != model.config.tokenizer_size:
-            raise ValueError(f"tokenizer_size {model.config.tokenizer_size} is not that of {state['tokenizer']}")
+    state = read_file(path)
+    with reading(path):
+        config, weights = GPTConfig(**state["model_config"]), check_tensors(state["model"])
+        if load_tokenizer(state["tokenizer"]).size != config.tokenizer_size:
+            raise ValueError(f"tokenizer_size {config.tokenizer_size} is not that of {state['tokenizer']}")
         if not isinstance(state["step"], int) or not isinstance(state["config"]["dataset"], str):
             raise ValueError("step or dataset is wrong")
-    except Exception as e:                                      # torch.load raises whatever a bad file provokes
-        refuse(path, e)
+    model = GPT(config)
+    load_weights(model, weights, path, strict=True)
     model = model.to(device).eval()
     with torch.no_grad():
         logits, _ = model(torch.zeros(1, 1, dtype=torch.long, device=device))
@@ -454,7 +526,9 @@ def brief(names):
 
 
 class Origin(NamedTuple):
-    """Weights, their tokenizer and vocabulary size, the checkpoint of a run that goes on; None where there is none."""
+    """The name of weights, they, their tokenizer and vocabulary size, the checkpoint of a run that goes on; None where
+    there is none."""
+    source: Optional[str] = None
     weights: Optional[dict] = None
     tokenizer: Optional[str] = None
     vocab_size: Optional[int] = None
@@ -467,39 +541,59 @@ def read_run(argv):
     asked = read_settings(TrainConfig, argv, default_config=demo)
     init_from, out_dir = (asked.get(name, getattr(TrainConfig, name)) for name in ("init_from", "out_dir"))
     if init_from == "resume":
-        cfg, origin = resume(out_dir, argv)
+        cfg, origin = resume(out_dir or default_out_dir(argv, asked.get("template", TrainConfig.template)), argv)
     elif init_from == "scratch":
         cfg, origin = make_settings(TrainConfig, asked), Origin()
     else:
         weights, shape, tokenizer = read_weights(init_from)
-        origin = Origin(weights, tokenizer, shape["vocab_size"])
+        origin = Origin(init_from, weights, tokenizer, shape["vocab_size"])
         known = {f.name for f in fields(TrainConfig)} - {"h0"}  # the step sizes that began at h0 are loaded
         shape = {k: v for k, v in shape.items() if k in known}
         cfg = parse_args(TrainConfig, argv, default_config=demo, base=shape)
         for key, old in shape.items() if local_rank() == 0 else ():
             if getattr(cfg, key) != old:
                 print(f"{key}: {getattr(cfg, key)!r} here, {old!r} in {init_from}")
+    cfg.out_dir = cfg.out_dir or default_out_dir(argv, cfg.template)
     check_schedule(cfg)
     return cfg, origin
 
 
+def default_out_dir(argv, template):
+    """out/RECIPE-TEMPLATE, and -KEY=VALUE for each other argument that makes it another run: two runs collide only if
+    they would do the same, or differ in what a resumed run may change."""
+    args = list(split_args(argv))
+    recipe = [os.path.splitext(os.path.basename(word))[0] for key, word in args if key is None] or ["demo"]
+    case = [f"{f.name}={dict(args)[f.name]}" for f in fields(TrainConfig)
+            if f.name in dict(args) and kept(f) and f.name != "template"]
+    return os.path.join("out", re.sub(r"[^\w.=+-]", "_", "-".join([*recipe, template, *case])))
+
+
 def check_schedule(cfg):
-    if cfg.sam == "decay" and cfg.schedule != "wsd":
+    """Exits (2) for a schedule that cannot be, and warns of one that is hardly meant."""
+    steps, begin, wsd = cfg.max_steps, decay_start(cfg), cfg.schedule == "wsd"
+    if cfg.sam == "decay" and not wsd:
         die(f"sam is 'decay': schedule is {cfg.schedule!r}, which has no decay phase; use --schedule=wsd or --sam=on")
-    if cfg.schedule == "wsd" and not cfg.warmup_steps <= decay_start(cfg) <= cfg.max_steps:
-        die(f"decay_start is {decay_start(cfg)}: schedule wsd needs warmup_steps, {cfg.warmup_steps}, <= decay_start "
-            f"<= max_steps, {cfg.max_steps}")
+    if wsd and (begin > steps or begin < cfg.warmup_steps < steps):
+        die(f"decay_start is {begin}: schedule wsd needs warmup_steps, {cfg.warmup_steps}, <= decay_start <= "
+            f"max_steps, {steps}; --decay_start=none is the last sixth")
+    if 0 < steps <= cfg.warmup_steps:
+        warn(f"warmup_steps is {cfg.warmup_steps}: the run ends at step {steps}, before its rates are at their peak")
+    elif wsd and begin == steps > 0:
+        warn(f"decay_start is {begin}: the run ends there, so its rates never decay")
 
 
 def resume(out_dir, argv):
     """(settings, Origin) of the run in out_dir: those it was saved with, where argv does not change them. Exits (2)
     if argv changes one that makes it another run."""
     path = os.path.join(out_dir, "last.pt")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+    state = read_file(path)
+    with reading(path):
         saved = {f.name: state["config"][f.name] for f in fields(TrainConfig) if f.name in state["config"]}
+        if missing := [f.name for f in fields(TrainConfig) if kept(f) and f.name not in saved]:
+            die(f"{path} does not say {', '.join(missing)}, which a run must keep: another version of train.py wrote it, "
+                f"go on with that, or begin a new run with --init_from={path} and another --out_dir")
         kinds = dict(model=dict, model_config=dict, optimizer=dict, tokenizer=str, data=dict, step=int, evaluated=bool,
-                     best_val_loss=float, seconds=float, bad_steps=int)
+                     best_val_loss=float, val_loss=float, seconds=float, bad_steps=int)
         for name, kind in kinds.items():
             if not isinstance(state.get(name), kind):
                 raise ValueError(f"its {name} is no {kind.__name__}")
@@ -507,19 +601,20 @@ def resume(out_dir, argv):
         weights, vocab_size = check_tensors(state.pop("model")), state["model_config"]["vocab_size"]
         if state["step"] < 0 or (not state["optimizer"] and state["step"] > state["bad_steps"]):
             raise ValueError("it has no optimizer state")
-    except Exception as e:
-        refuse(path, e)
     saved.update(out_dir=out_dir, init_from="resume", overwrite=False)
     asked = read_settings(TrainConfig, argv, base=saved)
     changed = [f for f in fields(TrainConfig) if f.name in saved and asked[f.name] != saved[f.name]]
-    for f in changed:                                           # what the model is, and what is marked
-        if f.name in GPTConfig.__dataclass_fields__ or f.metadata.get("fixed"):
+    for f in changed:
+        if kept(f):
             die(f"{f.name} is {asked[f.name]!r}: the run in {out_dir} has {saved[f.name]!r} and goes on with that, "
                 "leave it out or begin another run")
     cfg = make_settings(TrainConfig, asked)
     for f in changed if local_rank() == 0 else ():
-        print(f"{f.name}: {asked[f.name]!r} from here on, {saved[f.name]!r} so far")
-    return cfg, Origin(weights, state["tokenizer"], vocab_size, state)
+        print(f"{f.name}: {asked[f.name]!r} from here on, {saved[f.name]!r} so far"
+              + "; best.pt begins anew, for the losses do not compare" * (f.name == "eval_sequences"))
+    if cfg.eval_sequences != saved.get("eval_sequences"):
+        state.update(best_val_loss=math.inf, evaluated=False)
+    return cfg, Origin(path, weights, state["tokenizer"], vocab_size, state)
 
 
 def check_tensors(weights):
@@ -548,8 +643,10 @@ def read_weights(source):
         settings = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, block_size=c.n_positions, bias=True)
         return weights, dict(settings, template="vanilla", vocab_size=c.vocab_size), "gpt2"
     path = os.path.join(source, "best.pt") if os.path.isdir(source) else source
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+    if not os.path.exists(path):
+        die(f"init_from is {source}: there is no such checkpoint; it can be 'scratch', 'resume', a path or 'gpt2'")
+    state = read_file(path)
+    with reading(path):
         if "model_args" in state:                               # nanoGPT's
             weights = {name.removeprefix("_orig_mod."): t for name, t in state["model"].items()}
             settings, tokenizer = dict(state["model_args"], template="vanilla"), None
@@ -558,10 +655,6 @@ def read_weights(source):
         check_tensors(weights)
         GPTConfig(**settings)
         return weights, settings, tokenizer
-    except FileNotFoundError:
-        die(f"init_from is {source}: there is no such checkpoint; it can be 'scratch', 'resume', a path or 'gpt2'")
-    except Exception as e:
-        refuse(path, e)
 
 
 def make_model(cfg, meta, vocab_size=None):
@@ -569,13 +662,14 @@ def make_model(cfg, meta, vocab_size=None):
     (2) where GPTConfig raises ValueError."""
     settings = {f.name: getattr(cfg, f.name) for f in fields(GPTConfig)}
     settings.update(vocab_size=vocab_size or meta["vocab_size"], tokenizer_size=meta["tokenizer_size"])
-    if cfg.h0 is None:
-        order = INTEGRATORS[cfg.template].order if cfg.template in INTEGRATORS else 0
-        settings["h0"] = {0: GPTConfig.h0, 1: cfg.h0_first_order, 2: cfg.h0_second_order}[order]
+    if cfg.h0 is None and cfg.template in INTEGRATORS:
+        settings["h0"] = cfg.h0_first_order if INTEGRATORS[cfg.template].order == 1 else cfg.h0_second_order
+    elif cfg.h0 is None:
+        settings["h0"] = GPTConfig.h0
     return GPT(make_settings(GPTConfig, settings))
 
 
-def load_weights(model, weights, source, strict):
+def load_weights(model, weights, source, strict, remedy="name a checkpoint of this model"):
     """Puts weights into the model, position tables cut to its block_size, and says what differs; exits (2) if anything
     does, unless strict is false: then the rest stays at its start."""
     weights = {name: t[:model.config.block_size] if name.endswith("wpe.weight") else t for name, t in weights.items()
@@ -585,8 +679,10 @@ def load_weights(model, weights, source, strict):
     differences = "; ".join(f"{what}: {brief(names)}" for what, names in (
         ("not there", own.keys() - weights.keys()), ("of another shape", (own.keys() & weights.keys()) - fit.keys()),
         ("not in this model", weights.keys() - own.keys())) if names)
-    if differences and strict:
-        die(f"the weights of {source} do not fit this model: {differences}. --strict=false takes what fits")
+    if differences and strict or not fit:
+        die(f"the weights of {source} do not fit this model ({differences}): {remedy}")
+    if not all(t.isfinite().all() for t in fit.values()):
+        die(f"the weights of {source} are not finite, their run has diverged: name an earlier checkpoint")
     if differences and local_rank() == 0:
         print(f"took {len(fit)} of {len(own)} tensors from {source}, the others are at their start; {differences}")
     model.load_state_dict(fit, strict=False)
@@ -596,8 +692,11 @@ def check_data(cfg, meta, origin):
     """Exits (2) if the weights are of another tokenizer, or a run that goes on had other data."""
     if origin.tokenizer not in (None, meta["tokenizer"]) or (origin.vocab_size or math.inf) < meta["tokenizer_size"]:
         die(f"dataset {cfg.dataset} has the tokenizer {meta['tokenizer']} of {meta['tokenizer_size']} ids, the weights "
-            f"({cfg.init_from}) have {origin.tokenizer or 'one'} of at most {origin.vocab_size}: "
+            f"({origin.source}) have {origin.tokenizer or 'one'} of at most {origin.vocab_size}: "
             "prepare it with theirs and another --out")
+    if origin.tokenizer is None and (origin.vocab_size or 0) > meta["vocab_size"]:
+        warn(f"the weights ({origin.source}) have {origin.vocab_size:,} rows, the tokenizer {meta['tokenizer']} of "
+             f"dataset {cfg.dataset} has {meta['tokenizer_size']:,} ids: they are hardly of that tokenizer")
     for key in sorted(meta) if origin.state else ():
         old = origin.state["data"].get(key)
         if old != meta[key]:
@@ -621,9 +720,10 @@ def print_text(tokenizer, tokens):
 RUN_FILES = ("last.pt", "best.pt", "metrics.jsonl")             # last.pt first: without it nothing resumes
 
 
-def check_out(cfg):
-    """Exits (2) if out_dir cannot be written, or holds a run that --overwrite=true has not given up. Removes what a
-    killed process has half written."""
+@contextlib.contextmanager
+def own_out_dir(cfg):
+    """out_dir is this process's alone meanwhile. Exits (2) if it cannot be written, another process writes there, or
+    it holds a run that --overwrite=true has not given up."""
     old = [name for name in ("last.pt", "best.pt") if os.path.exists(os.path.join(cfg.out_dir, name))]
     if old and not cfg.overwrite and cfg.init_from != "resume":
         die(f"out_dir {cfg.out_dir} already holds a run ({', '.join(old)}): go on with it by --init_from=resume, name "
@@ -633,9 +733,11 @@ def check_out(cfg):
             die(f"{cfg.out_dir}/{name} is a folder: name another --out_dir")
     with or_die(f"cannot write to out_dir {cfg.out_dir}", "name another --out_dir"):
         os.makedirs(cfg.out_dir, exist_ok=True)
-        for name in os.listdir(cfg.out_dir):
-            if re.fullmatch(r"\.(last\.pt|best\.pt|metrics\.jsonl)\.\d+\.tmp", name):
-                os.remove(os.path.join(cfg.out_dir, name))
+        file = open(os.path.join(cfg.out_dir, ".lock"), "w")
+    with file:
+        if lock(file) is False:
+            die(f"another process is training in out_dir {cfg.out_dir}: wait for it, or name another --out_dir")
+        yield
 
 
 def log(cfg, **row):
@@ -714,40 +816,43 @@ class Trainer:
         self.dtype = pick_dtype(cfg.dtype, device)
         self.amp = autocast(device, self.dtype)
         self.compiled = model                                   # for evaluation
+        self.frozen = freeze_unused(model)
+        self.micro = micro_batches(0, cfg, rank, world)[1]      # sequences
         if cfg.compile or (cfg.compile is None and device.type == "cuda"):
-            self.compiled = compile_model(model, *train.batch(0, cfg.batch_size, device), self.amp)
+            self.compiled = compile_model(model, *train.batch(0, self.micro, device), self.amp, asked=cfg.compile)
         self.parallel = self.compiled                           # for training
         if dist.is_initialized():
             self.parallel = DDP(self.compiled, device_ids=[device.index] if device.type == "cuda" else None)
         self.optimizers = make_optimizers(model, cfg, device)
         self.best, self.step, self.busy, self.bad_steps, self.evaluated = math.inf, 0, 0.0, 0, False
-        self.val_loss, self.resumed, self.wandb = 0.0, False, None
+        self.val_loss, self.resumed, self.wandb = math.nan, False, None
         self.logged = self.step, self.busy                      # at the last log line
-        self.sequences = cfg.batch_size * cfg.gradient_accumulation_steps
         peak = peak_flops(device, self.dtype)
         self.mfu_per_speed = flops_per_token(model.config) / (peak * world) if peak else None
 
     def resume(self, state):
         """Goes on from a checkpoint, but for its weights. Exits (2) if it does not fit."""
-        self.best, self.step, self.busy, self.evaluated = (
-            state[k] for k in ("best_val_loss", "step", "seconds", "evaluated"))
+        self.best, self.step, self.busy, self.evaluated, self.val_loss = (
+            state[k] for k in ("best_val_loss", "step", "seconds", "evaluated", "val_loss"))
         stopped = state["bad_steps"] >= self.cfg.max_bad_steps  # for them: a new allowance
         self.bad_steps = 0 if stopped else state["bad_steps"]
         self.logged, self.resumed = (self.step, self.busy), True
-        try:
+        with reading(f"{self.cfg.out_dir}/last.pt"):
             load_optimizer_state(self.optimizers, state["optimizer"])
-        except Exception as e:
-            refuse(f"{self.cfg.out_dir}/last.pt", e)
         if self.step > self.cfg.max_steps:
             die(f"max_steps is {self.cfg.max_steps}: the run in {self.cfg.out_dir} is at step {self.step}")
         if self.master:
             cut_log(self.cfg, self.step, self.evaluated)
 
     def announce(self):
-        cfg, device = self.cfg, self.device
+        cfg, device, share = self.cfg, self.device, self.cfg.step_sequences // self.world
+        print(f"a step: {cfg.step_sequences} sequences = {self.world} process{'es' * (self.world > 1)} x "
+              f"{share // self.micro} micro-batches x {self.micro}; out_dir {cfg.out_dir}")
         print(f"{cfg.template}, {cfg.attention} attention: {self.model.num_params():,} parameters; {cfg.dataset}: "
               f"{self.meta['train_tokens']:,} tokens, {self.meta['tokenizer']}")
-        print(f"{cfg.max_steps:,} steps of {self.sequences * cfg.block_size:,} tokens; learning_rate "
+        if self.frozen:
+            print(f"no loss depends on {', '.join(self.frozen)}: frozen")
+        print(f"{cfg.max_steps:,} steps of {cfg.step_sequences * cfg.block_size:,} tokens; learning_rate "
               f"{cfg.learning_rate:g}" + (f", muon_lr {cfg.muon_lr:g}" if cfg.optimizer == "muon" else ""))
         threads = f" of {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         print(f"{self.world} x {device.type}{threads}, {self.dtype}, "
@@ -759,13 +864,13 @@ class Trainer:
         if self.wandb:
             self.wandb.log(row, step=self.step)
 
-    def save(self, *names, **val_loss):
+    def save(self, *names):
         """All that a run is, as plain types and tensors: torch.load(path, weights_only=True) reads it. Data order and
         dropout are functions of (seed, step), so the step stands for the state of the random numbers too."""
         state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
                      tokenizer=self.meta["tokenizer"], data=self.meta, optimizer=optimizer_state(self.optimizers),
                      config=asdict(self.cfg), step=self.step, best_val_loss=self.best, seconds=self.busy,
-                     bad_steps=self.bad_steps, evaluated=self.evaluated, **val_loss)
+                     bad_steps=self.bad_steps, evaluated=self.evaluated, val_loss=self.val_loss)
         for name in names:
             save(os.path.join(self.cfg.out_dir, name), state)
 
@@ -773,7 +878,7 @@ class Trainer:
         """The validation loss, to the log and into checkpoints."""
         cfg = self.cfg
         check_replicas(self.model)
-        self.val_loss = evaluate(self.compiled, self.val, cfg.batch_size, cfg.eval_iters, self.amp, self.rank,
+        self.val_loss = evaluate(self.compiled, self.val, cfg.eval_sequences, self.micro, self.amp, self.rank,
                                  self.world)
         improved = math.isfinite(self.val_loss) and self.val_loss < self.best
         self.best, self.evaluated = self.val_loss if improved else self.best, True
@@ -782,15 +887,15 @@ class Trainer:
             if self.step == 0 and not self.resumed:
                 remove_old_run(cfg)
             self.record(val_loss=finite(self.val_loss))
-            self.save(*["best.pt"] * improved, "last.pt", val_loss=self.val_loss)
+            self.save(*["best.pt"] * improved, "last.pt")
         barrier()
 
     def backward(self):
         """Adds the gradients of this process's share of the step; returns its mean loss."""
         loss = torch.zeros((), device=self.device)
-        firsts = micro_batches(self.step, self.cfg, self.rank, self.world)
+        firsts, size = micro_batches(self.step, self.cfg, self.rank, self.world)
         for first in firsts:
-            x, y = self.train.batch(first, self.cfg.batch_size, self.device)
+            x, y = self.train.batch(first, size, self.device)
             seed = np.random.SeedSequence([self.cfg.seed, first]).generate_state(1)[0]
             torch.manual_seed(int(seed))                        # of dropout
             more = self.world > 1 and first != firsts[-1]
@@ -808,7 +913,7 @@ class Trainer:
         rate = schedule(self.step, cfg)
         for group in self.groups():
             group["lr"] = rate * group["base_lr"]
-        loss, params = self.backward(), list(self.model.parameters())
+        loss, params = self.backward(), [p for p in self.model.parameters() if p.requires_grad]
         if cfg.sam == "on" or cfg.sam == "decay" and self.step >= decay_start(cfg):
             before = ascend(params, cfg.sam_rho)
             self.backward()                                     # the same minibatches, with the same dropout
@@ -841,13 +946,16 @@ class Trainer:
             if self.master:
                 self.save("last.pt")
             barrier()
+            best = os.path.join(self.cfg.out_dir, "best.pt")
+            back = f"if they are the cause, begin a run from {best} (--init_from={best} and another --out_dir)"
             die(f"loss or gradient was not finite for {self.bad_steps} steps in a row, to step {self.step}: lower the "
-                f"rates; {self.cfg.out_dir}/last.pt has the weights before them")
+                f"rates; {self.cfg.out_dir}/last.pt has the weights before them"
+                + f", {back}" * os.path.exists(best))
 
     def report_speed(self, loss):
         steps, seconds = self.step - self.logged[0], self.busy - self.logged[1]
         self.logged = self.step, self.busy
-        tokens = self.sequences * self.cfg.block_size           # of a step
+        tokens = self.cfg.step_sequences * self.cfg.block_size  # of a step
         speed, left = steps * tokens / seconds, seconds / steps * (self.cfg.max_steps - self.step)
         mfu = f"{speed * self.mfu_per_speed:.1%} MFU  " if self.mfu_per_speed else ""
         print(f"step {self.step:6d}  loss {loss:.4f}  rate x{schedule(self.step - 1, self.cfg):.3f}  "
@@ -859,7 +967,7 @@ class Trainer:
         """The last lines, with a sample."""
         cfg = self.cfg
         if stopped:
-            print(f"stopped at step {self.step}; go on with: python train.py --init_from=resume "
+            print(f"stopped at step {self.step}; go on with the same command and --init_from=resume "
                   f"--out_dir={cfg.out_dir}")
             return
         print(f"best val loss {self.best:.4f} nats per token; checkpoints in {cfg.out_dir}")
@@ -880,7 +988,8 @@ def stop_signals(world):
         if stop and number == signal.SIGINT and world == 1:
             raise KeyboardInterrupt                             # a second Ctrl-C does not wait for the step
         stop.append(number)                                     # (torchrun itself sends several)
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+                if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield stop
     finally:
@@ -900,41 +1009,43 @@ def main(argv=None):
     train, val, meta = open_data(cfg.data_dir, cfg.dataset, cfg.block_size, train=cfg.seed, val=0)
     check_data(cfg, meta, origin)
 
-    # model
-    torch.manual_seed(cfg.seed)
-    model = make_model(cfg, meta, origin.vocab_size)
-    if origin.weights is not None:
-        load_weights(model, origin.weights, cfg.init_from, cfg.strict or origin.state is not None)
-    if rank == 0:
-        check_out(cfg)
-    trainer = Trainer(cfg, train, val, meta, model, device, rank, world)
-    if origin.state is not None:
-        trainer.resume(origin.state)
-    del origin                                                  # a loaded checkpoint is not held for the whole run
-    if trainer.master:
-        trainer.wandb = start_wandb(wandb, cfg) if wandb else None
-        trainer.announce()
+    with own_out_dir(cfg) if rank == 0 else contextlib.nullcontext():
+        # model
+        torch.manual_seed(cfg.seed)
+        model = make_model(cfg, meta, origin.vocab_size)
+        if origin.state is not None:
+            load_weights(model, origin.weights, origin.source, strict=True, remedy="go on with the code that wrote it, "
+                         f"or begin a new run with --init_from={origin.source} --strict=false and another --out_dir")
+        elif origin.weights is not None:
+            load_weights(model, origin.weights, origin.source, cfg.strict, remedy="--strict=false takes what fits")
+        trainer = Trainer(cfg, train, val, meta, model, device, rank, world)
+        if origin.state is not None:
+            trainer.resume(origin.state)
+        del origin                                              # a loaded checkpoint is not held for the whole run
+        if trainer.master:
+            trainer.wandb = start_wandb(wandb, cfg) if wandb else None
+            trainer.announce()
 
-    # loop: evaluate and save, step, log
-    stopped = False
-    with stop_signals(world) as stop:
-        while True:
-            if (trainer.step % cfg.eval_interval == 0 or trainer.step == cfg.max_steps) and not trainer.evaluated:
-                trainer.evaluate()
-            if trainer.step == cfg.max_steps:
-                break
-            loss, norm, stopped = trainer.take_step(stop)
-            trainer.report(loss, norm)
-            if stopped:
-                if trainer.master:
-                    trainer.save("last.pt")
-                break
+        # loop: evaluate and save, step, log
+        stopped = False
+        with stop_signals(world) as stop:
+            while True:
+                if (trainer.step % cfg.eval_interval == 0 or trainer.step == cfg.max_steps) and not trainer.evaluated:
+                    trainer.evaluate()
+                if trainer.step == cfg.max_steps:
+                    break
+                loss, norm, stopped = trainer.take_step(stop)
+                trainer.report(loss, norm)
+                if stopped:
+                    if trainer.master:
+                        trainer.save("last.pt")
+                    break
 
-    # end
-    if trainer.wandb:
-        trainer.wandb.finish()
-    if trainer.master:
-        trainer.finish(stopped)
+        # end
+        if trainer.wandb:
+            trainer.wandb.finish()
+        if trainer.master:
+            trainer.finish(stopped)
     if dist.is_initialized():
         dist.destroy_process_group()
 

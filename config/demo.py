@@ -1,6 +1,5 @@
 # Triple momentum on the bytes of the King James Bible: some three minutes on two CPU cores.
 dataset = "kjv"
-out_dir = "out/demo"
 
 template = "tmm"
 n_layer = 4
@@ -8,12 +7,12 @@ n_head = 4
 n_embd = 128
 block_size = 256
 
+step_sequences = 8
 batch_size = 8
-gradient_accumulation_steps = 1
 max_steps = 700
 warmup_steps = 50
 learning_rate = 2e-3
 
 eval_interval = 100
-eval_iters = 20
+eval_sequences = 160
 sample_tokens = 400

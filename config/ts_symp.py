@@ -1,6 +1,5 @@
 # Softmax SympFormers on TinyStories: the setting of Table 1 [SYMP, app. B]. --template=... picks the integrator.
 dataset = "tinystories"
-out_dir = "out/ts_symp"
 
 template = "presymp_etd_ab2"
 n_layer = 8
@@ -10,8 +9,8 @@ block_size = 512
 h0_first_order = 0.1
 h0_second_order = 0.1
 
+step_sequences = 96
 batch_size = 6
-gradient_accumulation_steps = 16
 max_steps = 10_000
 optimizer = "adamw"
 learning_rate = 3e-4
@@ -20,4 +19,4 @@ warmup_steps = 150
 min_lr_ratio = 0.4
 
 eval_interval = 100
-eval_iters = 20
+eval_sequences = 120

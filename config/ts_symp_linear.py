@@ -1,6 +1,5 @@
 # Linear SympFormers on TinyStories: the setting of Table 2 [SYMP, app. B]. --template=... picks the integrator.
 dataset = "tinystories"
-out_dir = "out/ts_symp_linear"
 
 template = "presymp_etd_ab2"
 attention = "linear"
@@ -11,8 +10,8 @@ block_size = 128
 h0_first_order = 0.25
 h0_second_order = 0.01
 
+step_sequences = 72
 batch_size = 6
-gradient_accumulation_steps = 12
 max_steps = 10_000
 optimizer = "adamw"
 learning_rate = 3e-4
@@ -21,4 +20,4 @@ warmup_steps = 150
 min_lr_ratio = 0.4
 
 eval_interval = 100
-eval_iters = 20
+eval_sequences = 120

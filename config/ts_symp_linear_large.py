@@ -1,6 +1,5 @@
 # Linear SympFormers on TinyStories: the setting of Table 3 [SYMP, app. B]. --template=... picks the integrator.
 dataset = "tinystories"
-out_dir = "out/ts_symp_linear_large"
 
 template = "presymp_etd_ab2"
 attention = "linear"
@@ -10,10 +9,10 @@ n_embd = 64
 block_size = 1024
 h0_first_order = 0.3
 h0_second_order = 0.01
-lookahead = True                    # attention at X + mu Y; false for a residual template, which has no momenta
+lookahead = True                    # attention at X + mu Y
 
+step_sequences = 72
 batch_size = 6
-gradient_accumulation_steps = 12
 max_steps = 10_000
 optimizer = "adamw"
 learning_rate = 3e-4
@@ -22,4 +21,4 @@ warmup_steps = 150
 min_lr_ratio = 0.4
 
 eval_interval = 100
-eval_iters = 20
+eval_sequences = 120
