@@ -590,8 +590,8 @@ def resume(out_dir, argv):
     with reading(path):
         saved = {f.name: state["config"][f.name] for f in fields(TrainConfig) if f.name in state["config"]}
         if missing := [f.name for f in fields(TrainConfig) if kept(f) and f.name not in saved]:
-            die(f"{path} does not say {', '.join(missing)}, which a run must keep: another version of train.py wrote it, "
-                f"go on with that, or begin a new run with --init_from={path} and another --out_dir")
+            die(f"{path} does not say {', '.join(missing)}, which a run must keep: it is of another version of "
+                f"train.py, go on with that, or begin a new run with --init_from={path} and another --out_dir")
         kinds = dict(model=dict, model_config=dict, optimizer=dict, tokenizer=str, data=dict, step=int, evaluated=bool,
                      best_val_loss=float, val_loss=float, seconds=float, bad_steps=int)
         for name, kind in kinds.items():
