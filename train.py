@@ -274,14 +274,14 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")   
 
 
 def pick_dtype(name, device):
-    """'bfloat16' or 'float32'; 'auto' is bfloat16 where the device computes with it in hardware."""
+    """'bfloat16' or 'float32'; 'auto' is bfloat16 where the device has matrix units for it."""
     if name != "auto":
         return name
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        has = torch.cpu.get_capabilities().get
-        fast = device.type == "cpu" and bool(has("avx512_bf16") or has("amx_bf16") or has("bf16"))
+        # with avx512_bf16 alone a product takes 1.6 times as long as in float32
+        fast = device.type == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False)
     return "bfloat16" if fast else "float32"
 
 
@@ -846,8 +846,8 @@ class Trainer:
 
     def announce(self):
         cfg, device, share = self.cfg, self.device, self.cfg.step_sequences // self.world
-        print(f"a step: {cfg.step_sequences} sequences = {self.world} process{'es' * (self.world > 1)} x "
-              f"{share // self.micro} micro-batches x {self.micro}; out_dir {cfg.out_dir}")
+        print(f"a step: {cfg.step_sequences} sequences = {self.world} (processes) x {share // self.micro} "
+              f"(micro-batches) x {self.micro}; out_dir {cfg.out_dir}")
         print(f"{cfg.template}, {cfg.attention} attention: {self.model.num_params():,} parameters; {cfg.dataset}: "
               f"{self.meta['train_tokens']:,} tokens, {self.meta['tokenizer']}")
         if self.frozen:
