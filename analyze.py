@@ -49,7 +49,7 @@ from tqdm import tqdm
 import train
 from model import (GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, Scalars, Settings, SoftmaxAttention,
                    SoftmaxParticles, attention_weights, exp_scores, setting)
-from prepare import cli, die, load_tokenizer, make_settings, or_die, parse_args, split_args, write_atomic
+from prepare import cli, die, load_tokenizer, make_settings, need, or_die, parse_args, split_args, write_atomic
 from train import reason
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,11 +187,7 @@ def write_json(path, content):
 def pyplot():
     """matplotlib's pyplot, for files. Exits (2) if it is missing."""
     os.environ["MPLBACKEND"] = "agg"                            # that of a notebook may not be there
-    try:
-        import matplotlib
-    except ImportError:
-        die("plots need the package matplotlib: pip install matplotlib (or, but for curves, --plot=false)")
-    matplotlib.use("Agg")
+    need("matplotlib", "a figure (but for curves --plot=false does without)").use("Agg")
     from matplotlib import pyplot
     return pyplot
 
@@ -576,14 +572,9 @@ class DownstreamConfig(ProbeConfig):
 
 def import_harness():
     """The package lm_eval, whole. Exits (2) if it is missing."""
-    try:
-        import lm_eval.api.model
-        import lm_eval.evaluator
-        import lm_eval.models.utils
-        import lm_eval.tasks
-    except ImportError:
-        die("downstream needs the package lm_eval: pip install lm_eval")
-    return lm_eval
+    for part in ("api.model", "evaluator", "models.utils", "tasks"):
+        need(f"lm_eval.{part}", "downstream")
+    return need("lm_eval", "downstream")
 
 
 @functools.cache

@@ -21,6 +21,7 @@ import difflib
 import glob
 import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -126,6 +127,17 @@ def remove_dead(folder, name):
         with contextlib.suppress(OSError), open(temp, "r+b") as f:
             if lock(f):
                 os.remove(temp)
+
+
+def need(package, what):
+    """An optional package, for what needs it. Exits (2) if it is missing."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as e:
+        name = package.partition(".")[0]
+        if e.name.partition(".")[0] != name:                    # something that it needs itself
+            raise
+        die(f"{what} needs the package {name}: pip install {name}")
 
 
 def sha256(path):

@@ -36,8 +36,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, INTEGRATORS, GPTConfig, setting
-from prepare import (DATASETS, OFFLINE, TOKENIZERS, cli, die, load_tokenizer, lock, make_settings, or_die, parse_args,
-                     prepare, read_settings, split_args, write_atomic)
+from prepare import (DATASETS, OFFLINE, TOKENIZERS, cli, die, load_tokenizer, lock, make_settings, need, or_die,
+                     parse_args, prepare, read_settings, split_args, write_atomic)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
@@ -299,7 +299,7 @@ def compile_model(model, x, y, amp, asked):
     except Exception as e:
         if asked:
             raise
-        warn(f"torch.compile does not work here, running without it ({reason(e)})")
+        print(f"warning: torch.compile does not work here, running without it ({reason(e)})", file=sys.stderr)
         compiled = model
     model.zero_grad(set_to_none=True)
     return compiled
@@ -628,14 +628,10 @@ def read_weights(source):
     """(state_dict, settings of its model, tokenizer or None) of a checkpoint of ours or of nanoGPT, or of Hugging
     Face's gpt2*. Exits (2) if there is none."""
     if source.startswith("gpt2") and not os.path.exists(source):
-        try:
-            from transformers import GPT2LMHeadModel
-        except ImportError:
-            die(f"init_from is {source}: that needs the package transformers, pip install transformers")
-        try:
-            model = GPT2LMHeadModel.from_pretrained(source)
-        except (OSError, ValueError) as e:
-            die(f"init_from is {source}: cannot load it ({reason(e)})")
+        gpt2 = need("transformers", f"init_from={source}").GPT2LMHeadModel
+        with or_die(f"init_from is {source}: cannot load it", "connect to the network, or name a path",
+                    (OSError, ValueError)):
+            model = gpt2.from_pretrained(source)
         c, weights = model.config, model.state_dict()
         for name in weights:                                    # its matrices are stored for x W, not for W x
             if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
@@ -771,14 +767,6 @@ def remove_old_run(cfg):
 def finite(x):
     """x for a log: null where it is no number."""
     return x if math.isfinite(x) else None
-
-
-def import_wandb():
-    try:
-        import wandb
-        return wandb
-    except ImportError:
-        die("wandb_log is true: that needs the package wandb, pip install wandb")
 
 
 def start_wandb(wandb, cfg):
@@ -1000,7 +988,7 @@ def stop_signals(world):
 def main(argv=None):
     # settings
     cfg, origin = read_run(sys.argv[1:] if argv is None else argv)
-    wandb = import_wandb() if cfg.wandb_log else None
+    wandb = need("wandb", "wandb_log") if cfg.wandb_log else None
 
     # processes: one, or one of many under torchrun
     device, rank, world = init_processes(cfg)
