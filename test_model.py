@@ -2,6 +2,7 @@
 import contextlib
 import copy
 import gzip
+import io
 import itertools
 import json
 import math
@@ -2771,6 +2772,23 @@ def joined(documents):
     return b"".join(document.encode() + EOT for document in documents)
 
 
+def split_by_text(documents):
+    """What train.bin and val.bin hold of the user's own documents."""
+    left, parts = max(1, sum(map(len, documents)) * 95 // 100), []
+    for text in documents:
+        parts.append((text[:left], text[left:]))
+        left = max(0, left - len(text))
+    return [joined(filter(None, part)) for part in zip(*parts)]
+
+
+def texts_of(path, column="text"):
+    """The documents of a file, put together from their pieces."""
+    pieces = list(P.file_texts([path], column))
+    ends = [i + 1 for i, (_, last) in enumerate(pieces) if last]
+    assert not pieces or ends[-1] == len(pieces)
+    return ["".join(text for text, _ in pieces[start:end]) for start, end in zip([0, *ends], ends)]
+
+
 def write_table(path, rows, column="text"):
     import pyarrow as pa
     import pyarrow.csv
@@ -2891,8 +2909,7 @@ def test_any_number_of_threads_writes_the_same():
 def test_table_round_trip(name, tokenizer):
     write_table(name, [*STORIES[:10], None, "", *STORIES[10:]])
     meta = P.prepare("text", tokenizer=tokenizer, files=[name])
-    assert read("data/text", "train", meta) == joined(STORIES[:38])
-    assert read("data/text", "val", meta) == joined(STORIES[38:])
+    assert [read("data/text", split, meta) for split in ("train", "val")] == split_by_text(STORIES)
     assert meta["source"] == dict(files=[dict(file=name, sha256=P.sha256(name))])
 
 
@@ -2902,8 +2919,8 @@ def test_a_txt_file_is_a_document(tokenizer):
     for i, story in enumerate(STORIES[:3]):
         Path(f"[{i}] *.txt").write_text(story, "utf-8")         # no pattern is read into a name
     meta = P.prepare("text", tokenizer=tokenizer, files=[f"[{i}] *.txt" for i in range(3)], out="out")
-    assert read("out", "train", meta) == joined(STORIES[:2])
-    assert read("out", "val", meta) == joined(STORIES[2:3])
+    assert [read("out", split, meta) for split in ("train", "val")] == split_by_text(STORIES[:3])
+    assert (meta["train_documents"], meta["val_documents"]) == (3, 1)
 
 
 @slow
@@ -2920,14 +2937,98 @@ def test_column_and_mixed_files():
     files = [write_table("a.csv", STORIES[:5], "body"), write_table("b.json", STORIES[5:10], "body"), "c.txt"]
     Path("c.txt").write_text(STORIES[10], "utf-8")
     meta = P.prepare("text", files=files, column="body")
-    assert read("data/text", "train", meta) + read("data/text", "val", meta) == joined(STORIES[:11])
+    assert [read("data/text", split, meta) for split in ("train", "val")] == split_by_text(STORIES[:11])
 
 
 @slow
-def test_csv_keeps_words_that_pandas_takes_for_missing():
-    write_table("a.csv", ["null", "NA", "nan", "None"])
-    meta = P.prepare("text", tokenizer="byte", files=["a.csv"])
-    assert read("data/text", "train", meta) == joined(["null", "NA", "nan"])
+def test_split_by_text(monkeypatch):
+    monkeypatch.setattr(P, "PIECE", 7)
+    rng = random.Random(0)
+    some = lambda: ["".join(rng.choices("ab \n", k=rng.randint(1, 60))) for _ in range(rng.randint(1, 5))]
+    cases = [["ab"], ["a", "b"], ["x" * 19, "y"], ["x" * 18, "yz"]]         # the third: the border is between documents
+    cases += [some() for _ in range(40)]
+    for documents in cases:
+        for i, text in enumerate(documents):
+            Path(f"{i}.txt").write_text(text)
+        if sum(map(len, documents)) > 1:
+            meta = P.prepare("text", tokenizer="byte", files=[f"{i}.txt" for i in range(len(documents))], num_proc=1)
+            assert [read("data/text", split, meta) for split in ("train", "val")] == split_by_text(documents)
+    meta = P.prepare("text", tokenizer="byte", files=[write_table("a.jsonl", ["x" * 19, "", None, "y"])])
+    assert read("data/text", "train", meta) == b"x" * 19 + EOT and read("data/text", "val", meta) == b"y" + EOT
+
+
+@slow
+@pytest.mark.parametrize("name, content, texts", [
+    ("a.csv", b'text,n\n1,\n007,1\nnull,2\nNA,3\n,4\n" x ",5\n', ["1", "007", "null", "NA", "", " x "]),
+    ("a.csv", b'\xef\xbb\xbf"text",n\r\n"a ""b""\r\n\rc, d\n",1\r\n\r\nit\'s "so",2\r\nend',
+     ['a "b"\r\n\rc, d\n', 'it\'s "so"', "end"]),
+    ("a.csv", "n,text\n1,\0\u2028\x85\x0c\x1c\n2,漢\n".encode(), ["\0\u2028\x85\x0c\x1c", "漢"]),
+    ("a.csv", b"text\n" + b"x" * 140_000 + b"\n", ["x" * 140_000]),
+    ("A.CSV.GZ", gzip.compress(b"\xef\xbb\xbftext\nxy\n", mtime=0), ["xy"]),
+    ("a.jsonl", b'\xef\xbb\xbf{"text": "a\\r\\n\xe2\x80\xa8\\u0000", "n": 1}\r\n\n'
+     b'{"n": "1", "m": [{}], "text": null}\n{"k": 1}\n{"text": "7"}',
+     ["a\r\n\u2028\0", "", "", "7"]),
+    ("a.jsonl", b'{"text": "\\ud83d\\ude00 \\ud800."}', ["😀 ?."]),
+    ("a.json", b'{"text": "x"}\n{"text": "y", "n": 1}\n', ["x", "y"]),
+    ("a.json", b'\n [\n {"text": "x"},\n {"text":\n "y", "n": 1}, {}]\n', ["x", "y", ""]),
+    ("a.Txt", b"\xef\xbb\xbf\xef\xbb\xbfa\r\nb\rc\0\xe2\x80\xa8 ", ["\ufeffa\r\nb\rc\0\u2028 "])])
+@pytest.mark.parametrize("piece", [3, 1 << 16])
+def test_text_is_read_as_it_stands(name, content, texts, piece, monkeypatch):
+    monkeypatch.setattr(P, "PIECE", piece)
+    Path(name).write_bytes(content)
+    assert texts_of(name) == texts
+    meta = P.prepare("text", tokenizer="gpt2", files=[name])
+    assert [read("data/text", split, meta) for split in ("train", "val")] == split_by_text(texts)
+
+
+@slow
+def test_parquet_columns():
+    import pyarrow as pa
+    import pyarrow.parquet
+    many = [f"text {i}" for i in range(2500)]
+    table = pa.table({"a.b": pa.array(many, pa.large_string()), "text": pa.array(many).dictionary_encode(),
+                      "part": pa.array([dict(text=i) for i in range(2500)])})
+    pa.parquet.write_table(table, "a.PARQUET")
+    assert texts_of("a.PARQUET") == texts_of("a.PARQUET", "a.b") == many
+    pa.parquet.write_table(pa.table({"other": pa.array([], pa.int64())}), "none.parquet")
+    assert texts_of("none.parquet") == []
+
+
+@slow
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+def test_pieces_have_the_ids_of_the_whole(tokenizer, monkeypatch):
+    rng, tok = random.Random(0), P.load_tokenizer(tokenizer)
+    spaces = [chr(i) for i in range(0x3100) if chr(i).isspace()]
+    words = [" ", " ", "\n", " \n\n ", "\r\n", "'re", "'", "naïve", "漢字", "😀", "1", "!?", "\u200b", "\ufeff"]
+    text = "".join(rng.choices(spaces + words, k=20_000)) + " " * 20 + "x" * 20
+    monkeypatch.setattr(P, "PIECE", 64)
+    pieces = list(P.pieces(io.StringIO(text, newline="")))
+    assert "".join(piece for piece, _ in pieces) == text
+    assert 300 < len(pieces) and max(len(piece) for piece, _ in pieces) < 192
+    assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert np.concatenate([tok.encode(piece) for piece, _ in pieces]).tolist() == tok.encode(text).tolist()
+    assert [len(piece) for piece, _ in P.pieces(io.StringIO("x" * 200))] == [64, 64, 64, 8]       # no place to cut
+
+
+@slow
+def test_a_long_run_of_spaces():
+    Path("a.txt").write_text("x" + " " * 1_100_000 + "x")        # as one piece, too long for tiktoken
+    meta = P.prepare("text", tokenizer="gpt2", files=["a.txt", write_table("b.jsonl", [" " * 1_100_000 + "y"])])
+    assert (read("data/text", "train", meta) + read("data/text", "val", meta)).count(b" ") == 2_200_000
+
+
+@slow
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+def test_memory_for_a_large_file(tokenizer):
+    Path("a.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(600_000)))
+    size, code = os.path.getsize("a.txt"), (
+        "import re, sys, prepare\n"
+        f"prepare.prepare('text', '{tokenizer}', files=['a.txt'], num_proc=2)\n"
+        "assert 'datasets' not in sys.modules\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
+    assert size > 18e6 and int(done.stdout.split()[-1]) < 120_000, done
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2956,6 +3057,21 @@ def test_openwebtext_split_is_seeded():
     key = lambda document: int(document.split()[1])
     assert sorted(train + val, key=key) == [text.encode() for text in texts]
     assert sorted(train, key=key) == train and sorted(val, key=key) == val
+
+
+@slow
+def test_a_hubs_documents_in_pieces(monkeypatch):
+    monkeypatch.setattr(P, "PIECE", 8)
+    texts = [f"the text of document {i}\n" for i in range(300)]
+    for i, text in enumerate(texts):
+        Path(f"{i}.txt").write_text(text)
+    meta = P.prepare("openwebtext", tokenizer="byte", files=[f"{i}.txt" for i in range(300)], out="txt")
+    whole = P.prepare("openwebtext", tokenizer="byte", files=[write_table("a.jsonl", [texts[0], "", None, *texts[1:]])])
+    for split in ("train", "val"):
+        assert read("txt", split, meta) == read("data/openwebtext", split, whole) != b""
+    monkeypatch.setitem(P.DATASETS, "c4", P.DATASETS["c4"]._replace(limit=2))
+    meta = P.prepare("c4", tokenizer="byte", files=[f"{i}.txt" for i in range(9)])
+    assert read("data/c4", "val", meta) == joined(texts[:2])
 
 
 @slow
@@ -3003,6 +3119,43 @@ def test_hub_asks_for_the_recorded_revision(name, monkeypatch):
     assert meta["source"] == dict(repo=hub.repo, config=hub.config, revision="abc" + hub.repo)
     assert asked == [(hub.repo, hub.config, split, "abc" + hub.repo, name == "c4")
                      for split in (hub.train, hub.val) if split]
+
+
+@slow
+def test_hub_reads_only_the_column(monkeypatch, capsys):
+    import datasets
+    import huggingface_hub
+    kinds = datasets.Features(text=datasets.Value("string"), image=datasets.Image())
+    table = datasets.Dataset.from_dict(dict(text=STORIES, image=[dict(bytes=b"junk", path=None)] * 40), features=kinds)
+    stream = datasets.IterableDataset.from_generator(lambda: (dict(text=text, n=0) for text in STORIES))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: stream if kwargs["streaming"] else table)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *args, **kwargs: types.SimpleNamespace(sha="abc"))
+    for name in ("lambada", "c4"):
+        assert read(f"data/{name}", "val", P.prepare(name, tokenizer="byte")) == joined(STORIES)
+        line = refused(capsys, P.prepare, name, column="body")
+        assert f"no column 'body' in {P.DATASETS[name].repo}" in line and "one of text, " in line
+
+
+@slow
+def test_hub_from_the_cache():
+    made = """if True:
+    import datasets
+    class Made(datasets.GeneratorBasedBuilder):
+        def _info(self):
+            return datasets.DatasetInfo()
+        def _split_generators(self, manager):
+            return [datasets.SplitGenerator(s, gen_kwargs=dict(s=s)) for s in ("train", "validation")]
+        def _generate_examples(self, s):
+            yield 0, dict(n=0, text=s)
+    Made(repo_id="roneneldan/TinyStories", dataset_name="TinyStories", hash="abc").download_and_prepare()"""
+    env = dict(HF_HUB_OFFLINE="1", USE_TORCH="0")
+    subprocess.run([sys.executable, "-c", made], check=True, capture_output=True, env={**os.environ, **env})
+    code, out, err = run("prepare.py tinystories --tokenizer=byte", **env)
+    assert code == 0 and err == "", err
+    meta = json.loads(Path("data/tinystories/meta.json").read_text())
+    assert meta["source"] == dict(repo="roneneldan/TinyStories", config=None, revision="abc")
+    assert read("data/tinystories", "train", meta) == joined(["train"])
+    assert read("data/tinystories", "val", meta) == joined(["validation"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -3091,7 +3244,7 @@ def test_only_a_few_batches_are_read_ahead():
         nonlocal read_so_far
         while True:
             read_so_far += 1
-            yield "train", "x"
+            yield "train", "x", True
     encoded = P.encode_documents(endless(), P.load_tokenizer("byte"), 2)
     assert next(encoded)[0][1].tolist() == [ord("x"), 256] and read_so_far <= 5 * 64
     next(encoded)
@@ -3101,7 +3254,7 @@ def test_only_a_few_batches_are_read_ahead():
 
 @slow
 def test_a_batch_is_bounded_by_its_text():
-    documents = [("train", "x" * 600_000)] * 5
+    documents = [("train", "x" * 40_000, True)] * 5
     assert [len(batch) for batch in P.batches(documents)] == [2, 2, 1]
 
 
@@ -3140,12 +3293,22 @@ def test_errors_about_arguments(capsys, monkeypatch):
     ("a.txt", b"x" * ((1 << 20) - 1) + b"\xe9\x20", f"(byte {(1 << 20) - 1})"),      # cut by the chunk
     ("a.txt", b"ok \xe6\xbc", "(byte 3)"),                      # cut by the end
     ("a.jsonl", b'{"text": "caf\xe9"}', "a.jsonl is not UTF-8 (byte 13)"),
-    ("a.jsonl", b'{"text": "x"}\n{"text":\n', "cannot read a.jsonl"),
+    ("a.txt", b"\xef\xbb\xbf", "a.txt is empty"),
+    ("a.parquet.gz", gzip.compress(b"x", mtime=0), "a .parquet file is compressed by itself"),
+    ("a.jsonl", b'{"text": "x"}\n\n{"text":\n', "cannot read a.jsonl, line 3 (Expecting value)"),
+    ("a.jsonl", b'{"text": "x"}\n3\n', "cannot read a.jsonl, line 2 (not an object): write one JSON object a line"),
+    ("a.jsonl", b'{"text": "x"}\n' + b"[" * 100_000, "cannot read a.jsonl, line 2 (maximum recursion depth"),
+    ("a.json", b'\n[{"text": "x"},\n{"text" 1}]', "cannot read a.json, line 3 (Expecting ':' delimiter)"),
+    ("a.jsonl", b'{"n": 1}\n{"text": "x"}\n', "no column 'text' in a.jsonl: pass --column with one of n"),
     ("a.jsonl", b'{"text": 3}', "column 'text' of a.jsonl holds int"),
     ("a.jsonl", b'{"text": ["x"]}', "column 'text' of a.jsonl holds list"),
     ("a.jsonl", b'{"body": "x", "id": 1}', "no column 'text' in a.jsonl: pass --column with one of body, id"),
     ("a.jsonl", b'{"text": ""}', "no documents with text for train.bin"),
-    ("a.csv", b'a,b\n"open', "cannot read a.csv"),
+    ("a.csv", b'a,text\n\n1,"open', "cannot read a.csv, line 3 (unexpected end of data): quote"),
+    ("a.csv", b'text\nhello, world\nbye, you\n', "cannot read a.csv, line 2 (2 fields under a header of 1): quote"),
+    ("a.csv", b'n,text\n1,"x\ny"\n2\n', "cannot read a.csv, line 4 (1 fields under a header of 2): quote"),
+    ("a.csv", b'text\nx\ny\rz\n', "cannot read a.csv, line 3 (new-line character seen in unquoted field"),
+    ("a.csv", b'text\n"x" y\n', "cannot read a.csv, line 2 (',' expected after '\"'): quote"),
     ("a.csv", b'a,b\n1,2\n', "pass --column with one of a, b"),
     ("a.parquet", b"junk", "cannot read a.parquet"),
     ("a.parquet", b"", "cannot read a.parquet"),
@@ -3170,8 +3333,10 @@ def test_unreachable_hub(capsys, monkeypatch):
     def unreachable(*args, **kwargs):
         raise RuntimeError("name not\nknown")
     monkeypatch.setattr(huggingface_hub, "dataset_info", unreachable)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     line = "cannot reach Skylion007/openwebtext (name not known): connect to the network, or pass its parquet files"
     assert line in refused(capsys, P.prepare, "openwebtext")
+    assert datasets.config.HF_HUB_OFFLINE                       # or it would try for 20 s
     monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *args, **kwargs: types.SimpleNamespace(sha="abc"))
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     assert "cannot read allenai/c4 validation (name not known): connect" in refused(capsys, P.prepare, "c4")
