@@ -20,6 +20,7 @@ if __name__ == "__main__":                                      # during the imp
 import contextlib
 import csv
 import difflib
+import glob
 import gzip
 import hashlib
 import importlib
@@ -385,7 +386,7 @@ def csv_values(path, column):
             check_column(column, header, path)
             index = header.index(column)
             for row in rows:
-                if len(row) > len(header) or len(row) <= index:
+                if len(row) != len(header):
                     raise csv.Error(f"{len(row)} fields under a header of {len(header)}")
                 yield row[index]
         except csv.Error as e:
@@ -573,6 +574,7 @@ def open_hub(hub, column):
         revision = cached_revision(hub)
         if revision is None:
             die(f"cannot reach {hub.repo} ({e}): {USE_FILES}")
+        print(f"cannot reach {hub.repo}, taking the copy in the cache, {revision}")
 
     def read(split):
         name = getattr(hub, split)

@@ -2960,7 +2960,7 @@ def test_split_by_text(monkeypatch):
 @slow
 @pytest.mark.parametrize("name, content, texts", [
     ("a.csv", b'text,n\n1,\n007,1\nnull,2\nNA,3\n,4\n" x ",5\n', ["1", "007", "null", "NA", "", " x "]),
-    ("a.csv", b'\xef\xbb\xbf"text",n\r\n"a ""b""\r\n\rc, d\n",1\r\n\r\nit\'s "so",2\r\nend',
+    ("a.csv", b'\xef\xbb\xbf"text",n\r\n"a ""b""\r\n\rc, d\n",1\r\n\r\nit\'s "so",2\r\nend,3',
      ['a "b"\r\n\rc, d\n', 'it\'s "so"', "end"]),
     ("a.csv", "n,text\n1,\0\u2028\x85\x0c\x1c\n2,漢\n".encode(), ["\0\u2028\x85\x0c\x1c", "漢"]),
     ("a.csv", b"text\n" + b"x" * 140_000 + b"\n", ["x" * 140_000]),
@@ -3307,6 +3307,7 @@ def test_errors_about_arguments(capsys, monkeypatch):
     ("a.csv", b'a,text\n\n1,"open', "cannot read a.csv, line 3 (unexpected end of data): quote"),
     ("a.csv", b'text\nhello, world\nbye, you\n', "cannot read a.csv, line 2 (2 fields under a header of 1): quote"),
     ("a.csv", b'n,text\n1,"x\ny"\n2\n', "cannot read a.csv, line 4 (1 fields under a header of 2): quote"),
+    ("a.csv", b"text,n\nbroken\nin two,1\n", "cannot read a.csv, line 2 (1 fields under a header of 2): quote"),
     ("a.csv", b'text\nx\ny\rz\n', "cannot read a.csv, line 3 (new-line character seen in unquoted field"),
     ("a.csv", b'text\n"x" y\n', "cannot read a.csv, line 2 (',' expected after '\"'): quote"),
     ("a.csv", b'a,b\n1,2\n', "pass --column with one of a, b"),
