@@ -12,6 +12,7 @@ Looks into trained runs: the probes of the papers, on any checkpoint of train.py
     downstream  tasks of lm-evaluation-harness (needs lm_eval): --tasks=hellaswag,arc_easy
     curves      losses and rates over the steps, from metrics.jsonl
 
+    python analyze.py compare [config/FILE.py] --cases=vanilla,tmm     # which is better, and by how much?
     python analyze.py speed [--templates=vanilla,tmm]      # time and memory of training and sampling
     python analyze.py dynamics                             # the theory: contraction of the templates, energies of the
                                                            # integrators, without any training
@@ -24,21 +25,27 @@ import signal
 if __name__ == "__main__":                                      # during the imports Ctrl-C just ends the process
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import contextlib
 import functools
+import itertools
 import json
 import math
 import multiprocessing
 import os
+import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from numbers import Real
 from typing import NamedTuple, Optional
 
+import numpy as np
 import pandas
 import torch
 import torch.nn.functional as F
@@ -49,7 +56,8 @@ from tqdm import tqdm
 import train
 from model import (GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, Scalars, Settings, SoftmaxAttention,
                    SoftmaxParticles, attention_weights, exp_scores, setting)
-from prepare import cli, die, load_tokenizer, make_settings, need, or_die, parse_args, split_args, write_atomic
+from prepare import (cli, die, load_tokenizer, lock, make_settings, need, or_die, parse_args, read_settings, split_args,
+                     write_atomic)
 from train import reason
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -795,16 +803,21 @@ class SpeedConfig(Settings):
     out: str = setting("speed.json", "where the figures go")
 
 
-class Stepper:
-    """A model of one template at the shape of a SpeedConfig, and what is timed of it."""
+def timed_model(template, cfg):
+    """The model of one template at the shape of a SpeedConfig."""
+    shape = dict(n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, block_size=cfg.block_size)
+    shape.update(vocab_size=cfg.vocab_size, template=template, attention=cfg.attention)
+    return GPT(make_settings(GPTConfig, shape))
 
-    def __init__(self, template, cfg):
+
+class Stepper:
+    """A model, and what is timed of it: with batch_size, device, dtype and compile of cfg, a SpeedConfig or alike."""
+
+    def __init__(self, model, cfg):
         self.cfg, self.device = cfg, train.pick_device(cfg.device)
-        shape = dict(n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, block_size=cfg.block_size)
-        shape.update(vocab_size=cfg.vocab_size, template=template, attention=cfg.attention)
-        self.model = GPT(make_settings(GPTConfig, shape)).to(self.device)
+        self.model, config = model.to(self.device), model.config
         self.run = torch.compile(self.model) if cfg.compile else self.model
-        self.idx = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.block_size), device=self.device)
+        self.idx = torch.randint(config.vocab_size, (cfg.batch_size, config.block_size), device=self.device)
 
     def timed(self, kind):
         """Seconds of self.train() or self.sample()."""
@@ -836,7 +849,7 @@ def resident(key):
 
 def peak_memory(template, cfg):
     """MiB that a training step adds to a fresh process (CPU: its resident memory, CUDA: its allocations)."""
-    stepper = Stepper(template, cfg)
+    stepper = Stepper(timed_model(template, cfg), cfg)
     if stepper.device.type == "cuda":
         base = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -876,7 +889,7 @@ def speed(cfg):
         for row in rows:
             with ProcessPoolExecutor(1, mp_context=context) as pool:
                 row["memory_MiB"] = round(pool.submit(peak_memory, row["template"], cfg).result(), 1)
-    steppers = [Stepper(row["template"], cfg) for row in rows]
+    steppers = [Stepper(timed_model(row["template"], cfg), cfg) for row in rows]
     for kind, tokens in (("train", cfg.batch_size * cfg.block_size), ("sample", cfg.sample_batch * cfg.sample_tokens)):
         for row, (times, ratios) in zip(rows, interleaved(steppers, kind, cfg.repeats) if tokens else ()):
             seconds = statistics.median(times)
@@ -889,6 +902,407 @@ def speed(cfg):
     print_table(rows)
     write_json(cfg.out, dict(probe="speed", settings=asdict(cfg), torch=torch.__version__,
                              threads=torch.get_num_threads(), rows=rows))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# compare: which template is better, and by how much?
+
+
+@dataclass
+class CompareConfig(train.TrainConfig):
+    """What is compared, and how; all other settings are those of train.py, for every run."""
+    cases: str = setting("vanilla,tmm", "TEMPLATE or TEMPLATE:SETTING=VALUE:..., by commas; the first is the reference")
+    seeds: int = setting(3, "runs of each case, at the seeds 1, 2, ...", low=1)
+    jobs: Optional[int] = setting(None, "runs at once; None: one a GPU, else one a core, with one thread each", low=1)
+    repeats: int = setting(9, "of the measurement of a step's time", low=1)
+    out: str = setting("out/compare", "folder of the runs and of compare.json, compare.md, compare.png")
+    dry_run: bool = setting(False, "print the runs and an estimate of their time")
+    plot: bool = setting(True, "draw compare.png")
+
+
+RATES = ("learning_rate", "muon_lr", "scalar_lr")               # what tuning scales
+GRID, TUNING_SEED = (0.5, 1.0, 2.0), 0                          # by these factors, at a seed that no result uses
+FREE = ("data_dir", "out_dir", "overwrite", "init_from", "strict", "seed", "log_interval", "sample_tokens", "device",
+        "wandb_log", "wandb_project")                           # what a comparison that goes on may change
+
+
+class Job(NamedTuple):
+    """A run of train.py: a case at a seed, all peak rates times a factor."""
+    case: str
+    seed: int
+    factor: float
+
+    def __str__(self):
+        return f"{self.case} " + (f"seed {self.seed}" if self.seed != TUNING_SEED else f"rates x{self.factor:g}")
+
+
+def choose(tuning):
+    """(the best factor, or None while there are more to try; these) of {factor: outcome of a tuning run}. The grid is
+    extended while the best is at its edge, at most twice."""
+    losses = {factor: math.inf if r["loss"] is None else r["loss"] for factor, r in tuning.items()}
+    if missing := [factor for factor in GRID if factor not in losses]:
+        return None, missing
+    best = min(sorted(losses), key=losses.get)                  # the lowest, if all have diverged
+    if len(losses) < len(GRID) + 2 and best in (min(losses), max(losses)):
+        return None, [best * (2.0 if best > 1 else 0.5)]
+    return best, []
+
+
+def outcome(folder, steps, max_bad_steps):
+    """dict(loss, None if it has diverged, curve [[step, val_loss]], seconds) of a run that has ended, else None."""
+    rows = []
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
+        for line in f:
+            with contextlib.suppress(ValueError):               # half a line of a run that was killed
+                rows.append(json.loads(line))
+    curve = [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row]
+    diverged = len(rows) >= max_bad_steps and all("skipped" in row for row in rows[-max_bad_steps:])
+    if not diverged and (not curve or curve[-1][0] < steps):
+        return None
+    seconds = max((row["seconds"] for row in rows if "seconds" in row), default=0.0)
+    return dict(loss=None if diverged else curve[-1][1], curve=curve, seconds=seconds)
+
+
+class Runs:
+    """The runs of a comparison: which there are, what has come of them, which are still to be done. base: {setting:
+    value} of train.py; seeds: {case: how many}; former: the cases of a compare.json, whose runs count as done."""
+
+    def __init__(self, out, base, seeds, former):
+        self.out, self.base, self.seeds = out, base, seeds
+        self.running, self.failed = {}, {}                      # {job: (process, slot)}, {job: reason}
+        self.results = {Job(case, TUNING_SEED, float(factor)): r for case, row in former.items()    # {job: outcome}
+                        for factor, r in row["tuning"].items()}
+        self.results |= {Job(case, int(seed), row["factor"]): r for case, row in former.items()
+                         for seed, r in row["runs"].items()}
+
+    def settings(self, job):
+        """{setting: value} of train.py for a job. Tuning runs are a third as long, with their own whole schedule."""
+        values = self.base | case_settings(job.case) | dict(seed=job.seed, out_dir=self.folder(job))
+        for name in ("max_steps", "warmup_steps", "decay_start") if job.seed == TUNING_SEED else ():
+            values[name] = values[name] and values[name] // 3
+        return values | {name: job.factor * values[name] for name in RATES}
+
+    def folder(self, job):
+        run = f"seed-{job.seed}" if job.seed != TUNING_SEED else f"rates-x{job.factor:g}"
+        return os.path.join(self.out, re.sub(r"[^\w.=+-]", "-", job.case), run)
+
+    def result(self, job):
+        """A job's outcome, or None."""
+        if job not in self.results:
+            found = outcome(self.folder(job), self.settings(job)["max_steps"], self.base["max_bad_steps"])
+            if found is None:
+                return None
+            self.results[job] = found
+        return self.results[job]
+
+    def tuning(self, case):
+        """{factor: outcome} of a case's tuning runs that have ended."""
+        found = {2.0 ** k: self.result(Job(case, TUNING_SEED, 2.0 ** k)) for k in range(-3, 4)}
+        return {factor: r for factor, r in found.items() if r}
+
+    def missing(self):
+        """[(job, whether it can be begun)] of what has not ended: first the tuning, then the results seed by seed."""
+        jobs = []
+        for case, seeds in self.seeds.items():
+            factor, more = choose(self.tuning(case))
+            jobs += [(Job(case, TUNING_SEED, f), True) for f in more]
+            results = [Job(case, seed, factor or 1.0) for seed in range(1, seeds + 1)]
+            jobs += [(job, factor is not None) for job in results if factor is None or self.result(job) is None]
+        return sorted(jobs, key=lambda item: item[0].seed)      # stable: within a seed in the order of the cases
+
+    def begin(self, job, gpus):
+        """A job in a process of its own, from its last checkpoint if it has one."""
+        folder, values = self.folder(job), self.settings(job)
+        os.makedirs(folder, exist_ok=True)
+        values["init_from"] = "resume" if os.path.exists(os.path.join(folder, "last.pt")) else "scratch"
+        slot = min(set(range(len(self.running) + 1)) - {slot for _, slot in self.running.values()})
+        env = dict(CUDA_VISIBLE_DEVICES=str(slot % gpus)) if gpus else dict(OMP_NUM_THREADS="1")
+        with open(os.path.join(folder, "log.txt"), "ab") as log:
+            command = [sys.executable, train.__file__, *(f"--{key}={value}" for key, value in values.items())]
+            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | env)
+        self.running[job] = process, slot
+
+    def collect(self):
+        """Takes in the runs that have ended; returns how many."""
+        ended = [job for job, (process, _) in self.running.items() if process.poll() is not None]
+        for job in ended:
+            del self.running[job]
+            if self.result(job) is None:
+                with open(os.path.join(self.folder(job), "log.txt"), errors="replace") as f:
+                    self.failed[job] = f.read().strip().rpartition("\n")[2]
+                tqdm.write(f"{job} failed: {self.failed[job]}", file=sys.stderr)
+        return len(ended)
+
+    def run(self, jobs, gpus, report):
+        """Does what is missing, so many jobs at once; calls report() when one has ended. One that fails does not end
+        the others."""
+        with tqdm(disable=None, bar_format="{desc}") as bar:
+            try:
+                while True:
+                    if self.collect():
+                        report()
+                    todo = [job for job, ready in self.missing() if ready and job not in self.running | self.failed]
+                    free = (job for job in todo if not busy(self.folder(job)))      # not run by another command
+                    for job in itertools.islice(free, jobs - len(self.running)):
+                        self.begin(job, gpus)
+                    if not self.running and not todo:
+                        return
+                    bar.set_description_str(self.progress(jobs))
+                    time.sleep(0.5)
+            finally:                                            # what was begun goes on from its checkpoint next time
+                for process, _ in self.running.values():
+                    process.terminate()
+                for process, _ in self.running.values():
+                    process.wait()
+
+    def progress(self, jobs):
+        missing = [job for job, _ in self.missing()]
+        steps = lambda which: sum(self.settings(job)["max_steps"] for job in which)
+        pace = sum(r["seconds"] for r in self.results.values()) / max(1, steps(self.results))
+        left = f"{timedelta(seconds=int(pace * steps(missing) / jobs))} left" if pace else "no estimate yet"
+        return f"{len(self.results)} runs done, {len(missing)} to do, {left}; now {', '.join(map(str, self.running))}"
+
+
+def case_settings(case):
+    """{setting: value} of train.py that TEMPLATE:SETTING=VALUE:... names. Exits (2) for an unknown setting."""
+    template, *rest = case.split(":")
+    return read_settings(train.TrainConfig, [f"--template={template}", *(f"--{word}" for word in rest)])
+
+
+def busy(folder):
+    """Whether a process trains in a folder."""
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, ".lock"), "r+") as f:
+        return lock(f) is False
+    return False
+
+
+def interval(values):
+    """dict(n, mean, sd, half: of the 95% t interval, p: two-sided, of the mean being 0) of independent values."""
+    stats, n = need("scipy.stats", "compare"), len(values)
+    found = dict(n=n, mean=statistics.fmean(values) if n else None, sd=None, half=None, p=None)
+    if n > 1:
+        sd = statistics.stdev(values)
+        found.update(sd=sd, half=stats.t.ppf(0.975, n - 1) * sd / math.sqrt(n))
+        found["p"] = float(stats.ttest_1samp(values, 0.0).pvalue) if sd else float(found["mean"] == 0)
+    return found
+
+
+def holm(p):
+    """{name: p} -> {name: p after Holm's correction for their number}."""
+    adjusted, highest = {}, 0.0
+    for k, name in enumerate(sorted(p, key=p.get)):
+        adjusted[name] = highest = max(highest, min(1.0, (len(p) - k) * p[name]))
+    return adjusted
+
+
+def loss_at(curve, step):
+    """The validation loss at a step, linear between evaluations; the first or last one outside of them."""
+    steps, losses = zip(*((s, loss) for s, loss in curve if loss is not None))
+    return float(np.interp(step, steps, losses))
+
+
+def reached(curve, loss):
+    """The step at which a curve is first at most loss, linear between evaluations; None if it never is."""
+    for (a, before), (b, after) in itertools.pairwise(curve[:1] + curve):
+        if after <= loss:
+            return a + (b - a) * (before - loss) / (before - after) if before > loss else a
+    return None
+
+
+def statistics_of(cases, steps):
+    """Adds to each case {"runs": {seed: outcome}, "ratio": of step times or None}, the first one being the reference,
+    what its runs come to: loss, diverged, and against the reference, seed by seed, difference (with p and p_holm),
+    equal_time (where the time of the reference's run is used up), curve [[step, mean, half]], share (of the tokens at
+    which its mean loss is as low as the reference's at the end)."""
+    good = {case: {seed: r for seed, r in row["runs"].items() if r["loss"] is not None} for case, row in cases.items()}
+    reference, *_ = good.values()
+    for case, row in cases.items():
+        runs = good[case]
+        pairs = [(runs[seed], reference[seed]) for seed in runs if seed in reference]
+        row["loss"] = interval([r["loss"] for r in runs.values()])
+        row["diverged"] = len(row["runs"]) - len(runs)
+        row["difference"] = interval([a["loss"] - b["loss"] for a, b in pairs])
+        row["curve"] = [[step, *map(interval([loss_at(a["curve"], step) - loss_at(b["curve"], step) for a, b in pairs])
+                                    .get, ("mean", "half"))] for step, _ in (pairs[0][0]["curve"] if pairs else [])]
+        row["equal_time"] = interval([loss_at(a["curve"], steps / row["ratio"]) - b["loss"] for a, b in pairs]
+                                     if row["ratio"] else [])
+        mean = [[step, statistics.fmean(loss_at(r["curve"], step) for r in runs.values())]
+                for step, _ in (next(iter(runs.values()))["curve"] if runs else [])]
+        at = reached(mean, cases[next(iter(cases))]["loss"]["mean"]) if mean and reference else None
+        row["share"] = at and at / steps
+    first = next(iter(cases))
+    p = holm({case: row["difference"]["p"] for case, row in cases.items() if case != first and row["difference"]["p"]
+              is not None})
+    for case, row in cases.items():
+        row["difference"]["p_holm"] = p.get(case)
+    return cases
+
+
+def compared(runs, ratios, meta):
+    """{case: what its runs have come to, as compare.json holds it}, the reference first."""
+    cases = {}
+    for case, seeds in runs.seeds.items():
+        cfg = make_settings(train.TrainConfig, runs.settings(Job(case, 1, 1.0)))
+        with torch.device("meta"):
+            sizes = {name: p.numel() for name, p in train.make_model(cfg, meta).named_parameters()}
+        tuning = runs.tuning(case)
+        factor = choose(tuning)[0]
+        found = {seed: factor and runs.result(Job(case, seed, factor)) for seed in range(1, seeds + 1)}
+        cases[case] = dict(
+            seeds=seeds, parameters=sum(sizes.values()), ratio=ratios.get(case), tuning=tuning, factor=factor,
+            parameters_outside=sum(n for name, n in sizes.items() if not name.endswith(("wte.weight", "wpe.weight"))),
+            runs={seed: r for seed, r in found.items() if r})
+    return statistics_of(cases, runs.base["max_steps"])
+
+
+def step_ratios(runs, meta, repeats):
+    """{case: seconds of a training step without the optimizer}, {case: their ratio to the reference's}, by the method
+    of `speed`."""
+    steppers = []
+    for case in runs.seeds:
+        cfg = make_settings(train.TrainConfig, runs.settings(Job(case, 1, 1.0)))
+        device = train.pick_device(cfg.device)
+        cfg = replace(cfg, dtype=train.pick_dtype(cfg.dtype, device), batch_size=train.micro_batches(0, cfg, 0, 1)[1],
+                      compile=device.type == "cuda" if cfg.compile is None else cfg.compile)
+        steppers.append(Stepper(train.make_model(cfg, meta), cfg))
+    found = interleaved(steppers, "train", repeats)
+    micro = [cfg.step_sequences // stepper.cfg.batch_size for stepper in steppers]
+    seconds = [n * statistics.median(times) for n, (times, _) in zip(micro, found)]
+    ratios = [1.0] + [statistics.median(ratios) for _, ratios in found[1:]]
+    return dict(zip(runs.seeds, seconds)), dict(zip(runs.seeds, ratios))
+
+
+def comparison_rows(cases):
+    """compare.md's table as [{column: text}]."""
+    pm = lambda r: "" if r["mean"] is None else f"{r['mean']:.4f}" if r["half"] is None else \
+        f"{r['mean']:.4f} +- {r['half']:.4f}"
+    rows = []
+    for case, row in cases.items():
+        loss, difference, p = row["loss"], row["difference"], row["difference"]["p_holm"]
+        rows.append({
+            "case": case, "parameters": f"{row['parameters']:,}", "without embeddings": f"{row['parameters_outside']:,}",
+            "rates": row["factor"] and f"x{row['factor']:g}",
+            "loss, mean +- sd": pm(loss | dict(half=loss["sd"])), "runs": str(loss["n"]),
+            "diverged": str(row["diverged"]), "difference": pm(difference),
+            "p (Holm)": p is not None and f"{p:.2g}",
+            "step time": row["ratio"] and f"{row['ratio']:.2f}", "at equal time": pm(row["equal_time"]),
+            "share of tokens": row["share"] and f"{row['share']:.0%}"})
+    return [{name: text or "" for name, text in row.items()} for row in rows]
+
+
+def compare_md(cases, base, failed):
+    rows = comparison_rows(cases)
+    lines = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0]), *(" | ".join(row.values()) for row in rows)]
+    text = (f"Validation loss in nats per token after {base['max_steps']:,} steps of {base['step_sequences']} x "
+            f"{base['block_size']} tokens of {base['dataset']}. Differences are to {next(iter(cases))}, seed by seed, "
+            "with 95% t intervals; p by paired t-tests, after Holm's correction. At equal time: when the time of the "
+            "reference's run is used up. Share of tokens: at which the reference's final loss is reached.\n\n")
+    if all(row["loss"]["n"] < 2 for row in cases.values()):
+        text += "One seed: there are no intervals.\n\n"
+    text += "".join(f"| {line} |\n" for line in lines)
+    return text + "".join(f"\nFailed: {job}: {why}\n" for job, why in failed.items())
+
+
+STYLES = [dict(color=color, linestyle=line, marker=marker) for line, marker, color in zip(
+    ("-", "--", "-.", ":") * 7, "os^vDP" * 5, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
+                                               "#000000") * 4)]   # Okabe and Ito's, and told apart without them
+
+
+def draw_compare(cases, tokens):
+    """Left the differences to the reference at the end, sorted; right over the tokens. tokens: of a step."""
+    reference, *others = cases
+    others = sorted((case for case in others if cases[case]["difference"]["n"]),
+                    key=lambda case: -cases[case]["difference"]["mean"])
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(13, 1.6 + 0.28 * max(10, len(others))),
+                                              layout="constrained")
+    label_axes(left, "", xlabel=f"loss minus that of {reference} at the end, nats per token")
+    label_axes(right, f"loss minus that of {reference}", xlabel="tokens")
+    left.axvline(0, color="black", linewidth=1)
+    right.axhline(0, color="black", linewidth=1)
+    for i, (case, style) in enumerate(zip(others, itertools.cycle(STYLES))):
+        d, curve = cases[case]["difference"], cases[case]["curve"]
+        left.errorbar(d["mean"], i, xerr=d["half"], capsize=3, color=style["color"], marker=style["marker"])
+        x, mean = [step * tokens for step, *_ in curve], [m for _, m, _ in curve]
+        right.plot(x, mean, label=case, markersize=3, markevery=max(1, len(x) // 10), linewidth=1, **style)
+        if curve[0][2] is not None:
+            right.fill_between(x, [m - h for _, m, h in curve], [m + h for _, m, h in curve], alpha=0.12,
+                               color=style["color"], linewidth=0)
+    left.set_yticks(range(len(others)), others)
+    late = [abs(m) + (h or 0.0) for case in others for step, m, h in cases[case]["curve"] if m is not None
+            and step >= 0.2 * cases[case]["curve"][-1][0]]
+    right.set_ylim(*(1.1 * max(late, default=1.0) * sign for sign in (-1, 1)))
+    right.legend(fontsize="x-small", ncols=2)
+    return figure
+
+
+def read_former(path, base):
+    """What compare.json holds of a comparison that goes on; exits (2) if a setting is another one now."""
+    if not os.path.exists(path):
+        return dict(cases={})
+    with or_die(f"{path} is not of a comparison", "name another --out", (OSError, ValueError, KeyError, TypeError)):
+        with open(path, encoding="utf-8") as f:
+            former = json.load(f)
+        old = former["settings"]
+    for name, value in base.items():
+        if name not in FREE and old.get(name, value) != value:
+            die(f"{name} is {value!r}: the comparison in {os.path.dirname(path)} has {old[name]!r}, leave it out or "
+                "name another --out")
+    return former
+
+
+def compare(argv):
+    """Trains every case at several seeds, after tuning its rates, and says how the losses differ from the first one's.
+    Goes on with what is in cfg.out: runs that have ended stay, others are resumed, cases and seeds may be added."""
+    default = os.path.join(os.path.dirname(__file__), "config", "compare.py")
+    values = read_settings(CompareConfig, argv, default_config=default)
+    base = {f.name: values.pop(f.name, f.default) for f in fields(train.TrainConfig)}
+    cfg = make_settings(CompareConfig, values)
+    path = os.path.join(cfg.out, "compare.json")
+    former = read_former(path, base)
+    seeds = dict.fromkeys(comma_separated(cfg.cases), cfg.seeds)
+    seeds |= {case: max(row["seeds"], seeds.get(case, 0)) for case, row in former["cases"].items()}
+    runs = Runs(cfg.out, base, seeds, former["cases"])
+    for case in seeds:                                          # what is wrong shows before anything is run
+        make_settings(train.TrainConfig, runs.settings(Job(case, 1, 1.0)))
+    meta = train.open_data(base["data_dir"], base["dataset"], base["block_size"], train=0, val=0)[-1]
+    gpus = torch.cuda.device_count() if train.pick_device(base["device"]).type == "cuda" else 0
+    jobs = cfg.jobs or gpus or os.cpu_count()
+    if not gpus:
+        torch.set_num_threads(1)                                # for the times
+    if cfg.dry_run:
+        return dry_run(runs, jobs, meta)
+    ratios = {case: row["ratio"] for case, row in former["cases"].items()}
+
+    def report():
+        cases = compared(runs, ratios, meta)
+        write_json(path, dict(probe="compare", settings=base, torch=torch.__version__, cases=cases,
+                              failed={str(job): why for job, why in runs.failed.items()}))
+        with output(path.replace(".json", ".md")) as f:
+            f.write(compare_md(cases, base, runs.failed).encode())
+        return cases
+
+    report()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # runs its finally
+    runs.run(jobs, gpus, report)
+    if any(ratios.get(case) is None for case in seeds) or ratios[next(iter(seeds))] != 1:
+        ratios.update(step_ratios(runs, meta, cfg.repeats)[1])
+    cases = report()
+    print_table(comparison_rows(cases))
+    print(f"wrote {path} and .md")
+    if cfg.plot:
+        save_figure(draw_compare(cases, base["step_sequences"] * base["block_size"]), path.replace(".json", ".png"))
+
+
+def dry_run(runs, jobs, meta):
+    """Prints what is still to be run, and about how long that takes."""
+    seconds, _ = step_ratios(runs, meta, 1)
+    total = 0.0
+    for job, _ in runs.missing():
+        time = runs.settings(job)["max_steps"] * seconds[job.case]
+        total += time
+        print(f"{job}: {runs.settings(job)['max_steps']:,} steps, {timedelta(seconds=int(time))}")
+    print(f"{len(runs.missing())} runs, about {timedelta(seconds=int(total / jobs))} with {jobs} at once (without "
+          "optimizer and evaluation)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1028,8 +1442,8 @@ def dynamics(cfg):
 
 class Probe(NamedTuple):
     """What `python analyze.py NAME` runs. If it reads checkpoints, run(Run, cfg) gives the result for one of them and
-    draw({label: result}) the figure of all. If it reads nothing it is run(cfg), else run(words of the command line,
-    cfg): these print and write by themselves."""
+    draw({label: result}) the figure of all. Others print and write by themselves: what reads nothing is run(cfg), what
+    reads folders run(words of the command line, cfg), what reads the settings of train.py run(command line)."""
     run: Callable
     config: type
     draw: Optional[Callable] = None
@@ -1045,6 +1459,7 @@ PROBES = {
     "corpora": Probe(corpora, CorporaConfig, draw_corpora),
     "downstream": Probe(downstream, DownstreamConfig, draw_downstream),
     "curves": Probe(curves, CurvesConfig, reads="folders"),
+    "compare": Probe(compare, CompareConfig, reads="settings"),
     "speed": Probe(speed, SpeedConfig, reads="nothing"),
     "dynamics": Probe(dynamics, DynamicsConfig, reads="nothing"),
 }
@@ -1100,6 +1515,8 @@ def main():
     if name not in PROBES:
         die(f"{f'unknown probe {name}' if name else 'no probe'}: name one of {', '.join(PROBES)}")
     probe = PROBES[name]
+    if probe.reads == "settings":
+        return probe.run(argv)
     cfg = parse_args(probe.config, argv, configs=False)
     words = [word for key, word in split_args(argv) if key is None]
     if words and probe.reads == "nothing":

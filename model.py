@@ -137,6 +137,10 @@ def vanilla(O, N, H, x):                                        # gradient desce
     return x + O(x),
 
 
+def static(O, N, H, x, e, nu):                                  # a control: embeddings at every depth, no dynamics
+    return x + O(x) + nu * e, e
+
+
 def hb(O, N, H, x, v, beta, gamma):                             # heavy ball
     v = N(beta * v + gamma * O(x))
     return x + v, v
@@ -196,6 +200,7 @@ class Template(NamedTuple):
     streams: dict = {}                                          # name: what it holds before the first block
     scalars: dict = {}                                          # name: (transform, raw initial value, before it)
     scale_free: bool = False                                    # the step is the same for any multiple of O
+    norm: bool = True                                           # whether the step has a LayerNorm N of its own
 
 
 def raw(transform, value):
@@ -207,7 +212,8 @@ def raw(transform, value):
 sg, sp, sp1 = (torch.sigmoid, 0.0), (F.softplus, 0.0), (F.softplus, raw(F.softplus, 1.0))
 
 TEMPLATES = {
-    "vanilla": Template(vanilla),
+    "vanilla": Template(vanilla, norm=False),
+    "static": Template(static, dict(e="embed"), dict(nu=(F.softplus, raw(F.softplus, 0.01))), norm=False),
     "hb": Template(hb, dict(v="embed"), dict(beta=sg, gamma=sp)),
     "yurii": Template(yurii, dict(v="embed"), dict(mu=sg, beta=sg, gamma=sp)),
     "tmm": Template(tmm, dict(v="embed"), dict(mu=sg, beta=sg, gamma=sp, nu=sp1)),
@@ -582,7 +588,7 @@ class Substep(Scalars):
     def __init__(self, config):
         self.template = TEMPLATES[config.template]
         super().__init__(self.template.scalars)
-        self.n_head, self.ln = config.n_head, layer_norm(config) if self.template.scalars else None
+        self.n_head, self.ln = config.n_head, layer_norm(config) if self.template.norm else None
 
     def forward(self, O, x, s, cache=None):
         x, *s = self.template.step(O, self.ln, self.n_head, x, *s, **self.scalars(cache))
