@@ -951,7 +951,7 @@ def choose(tuning):
 def outcome(folder, steps, max_bad_steps):
     """dict(loss, None if it has diverged, curve [[step, val_loss]], seconds) of a run that has ended, else None."""
     rows = []
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
+    with contextlib.suppress(OSError), open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
         for line in f:
             with contextlib.suppress(ValueError):               # half a line of a run that was killed
                 rows.append(json.loads(line))
@@ -1017,6 +1017,7 @@ class Runs:
         values["init_from"] = "resume" if os.path.exists(os.path.join(folder, "last.pt")) else "scratch"
         slot = min(set(range(len(self.running) + 1)) - {slot for _, slot in self.running.values()})
         env = dict(CUDA_VISIBLE_DEVICES=str(slot % gpus)) if gpus else dict(OMP_NUM_THREADS="1")
+        env["PYTHONUNBUFFERED"] = "1"                           # for who looks into log.txt
         with open(os.path.join(folder, "log.txt"), "ab") as log:
             command = [sys.executable, train.__file__, *(f"--{key}={value}" for key, value in values.items())]
             process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | env)
@@ -1172,17 +1173,22 @@ def step_ratios(runs, meta, repeats):
     return dict(zip(runs.seeds, seconds)), dict(zip(runs.seeds, ratios))
 
 
+def pm(r, spread="half"):
+    """An interval's mean and half width (or sd) as text."""
+    if r["mean"] is None:
+        return ""
+    return f"{r['mean']:.4f}" + (f" +- {r[spread]:.4f}" if r[spread] is not None else "")
+
+
 def comparison_rows(cases):
     """compare.md's table as [{column: text}]."""
-    pm = lambda r: "" if r["mean"] is None else f"{r['mean']:.4f}" if r["half"] is None else \
-        f"{r['mean']:.4f} +- {r['half']:.4f}"
     rows = []
     for case, row in cases.items():
         loss, difference, p = row["loss"], row["difference"], row["difference"]["p_holm"]
         rows.append({
             "case": case, "parameters": f"{row['parameters']:,}", "without embeddings": f"{row['parameters_outside']:,}",
             "rates": row["factor"] and f"x{row['factor']:g}",
-            "loss, mean +- sd": pm(loss | dict(half=loss["sd"])), "runs": str(loss["n"]),
+            "loss, mean +- sd": pm(loss, "sd"), "runs": str(loss["n"]),
             "diverged": str(row["diverged"]), "difference": pm(difference),
             "p (Holm)": p is not None and f"{p:.2g}",
             "step time": row["ratio"] and f"{row['ratio']:.2f}", "at equal time": pm(row["equal_time"]),

@@ -2648,6 +2648,196 @@ def test_speed_probe(capsys, monkeypatch):
     assert "speed reads no run" in refused(capsys, analyze_here, monkeypatch, "speed out")
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# analyze: comparisons
+
+
+def test_intervals_and_holm_are_the_known_ones():
+    stats = pytest.importorskip("scipy.stats")
+    a, b = [1.20, 1.31, 1.25, 1.27, 1.22], [1.18, 1.30, 1.26, 1.21, 1.20]
+    found, known = A.interval([x - y for x, y in zip(a, b)]), stats.ttest_rel(a, b)
+    low, high = known.confidence_interval(0.95)
+    assert (found["mean"] - found["half"], found["mean"] + found["half"]) == pytest.approx((low, high), rel=1e-12)
+    assert found["p"] == pytest.approx(known.pvalue, rel=1e-12) and found["n"] == 5
+    assert found["sd"] == pytest.approx(np.std(np.subtract(a, b), ddof=1), rel=1e-12)
+    assert A.interval([1.5]) == dict(n=1, mean=1.5, sd=None, half=None, p=None) and A.interval([])["mean"] is None
+    assert A.holm(dict(a=0.01, b=0.04, c=0.03, d=0.005)) == pytest.approx(dict(a=0.03, b=0.06, c=0.06, d=0.02))
+    assert A.holm(dict(a=0.9, b=0.8)) == dict(a=1.0, b=1.0) and A.holm({}) == {}
+
+
+def test_curves_between_evaluations():
+    curve = [[0, 5.0], [10, 3.0], [20, 2.0], [30, 2.5]]
+    assert [A.loss_at(curve, step) for step in (-1, 0, 5, 20, 24, 99)] == pytest.approx([5, 5, 4, 2, 2.2, 2.5])
+    assert A.loss_at([[0, 5.0], [10, None], [20, 2.0]], 10) == 3.5
+    assert [A.reached(curve, loss) for loss in (9.0, 5.0, 4.0, 2.0, 1.9)] == [0, 0, 5, 20, None]
+
+
+@pytest.mark.parametrize("losses, best, more", [
+    ({}, None, [0.5, 1.0, 2.0]), ({1.0: 3.0, 2.0: 2.0}, None, [0.5]), ({0.5: 3.0, 1.0: 2.0, 2.0: 2.5}, 1.0, []),
+    ({0.5: 3.0, 1.0: 2.0, 2.0: 1.5}, None, [4.0]), ({0.5: 1.0, 1.0: 2.0, 2.0: 1.5}, None, [0.25]),
+    ({0.5: 3.0, 1.0: 2.0, 2.0: 1.5, 4.0: 1.6}, 2.0, []), ({0.5: 3.0, 1.0: 2.0, 2.0: 1.5, 4.0: 1.4}, None, [8.0]),
+    ({0.5: 3.0, 1.0: 2.0, 2.0: 1.5, 4.0: 1.4, 8.0: 1.3}, 8.0, []),          # twice is all
+    ({0.5: 3.0, 1.0: 2.0, 2.0: None}, 1.0, []), ({0.5: None, 1.0: None, 2.0: None}, None, [0.25]),
+    ({0.125: None, 0.25: None, 0.5: None, 1.0: None, 2.0: None}, 0.125, [])])
+def test_tuning_extends_its_grid(losses, best, more):
+    assert A.choose({factor: dict(loss=loss) for factor, loss in losses.items()}) == (best, more)
+
+
+COMPARE = (f"{SMALL} --max_steps=30 --eval_interval=10 --max_bad_steps=3 --step_sequences=4 --dtype=float32 --out=cmp "
+           "--repeats=1 --plot=false").replace("--out_dir=out ", "")
+
+
+def hand_made(case, factor, losses, seconds=1.0):
+    """The folder of a run that has ended, as train.py would have left it."""
+    steps = 10 if "x" in factor else 30
+    folder = Path("cmp", case, f"rates-{factor}" if "x" in factor else f"seed-{factor}")
+    folder.mkdir(parents=True)
+    rows = [dict(step=steps * i // (len(losses) - 1), val_loss=loss) for i, loss in enumerate(losses)]
+    rows.append(dict(step=steps, train_loss=1.0, seconds=seconds))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step"')
+
+
+@slow
+def test_a_comparison_of_hand_made_runs(capsys, monkeypatch):
+    pytest.importorskip("scipy")
+    corpus()
+    for case, shift in (("vanilla", 0.0), ("tmm", 0.5), ("hb", 0.0)):
+        for factor, loss in (("x0.5", 3.0), ("x1", 2.0), ("x2", 2.5)):
+            hand_made(case, factor, [4.0, loss])
+        for seed in "123":
+            noise = 0.01 * int(seed) ** 2 * (case == "tmm")
+            hand_made(case, seed, [5.0, 3.0 - shift, 2.5 - shift, 2.0 - shift - noise + 0.1 * int(seed)])
+    skipped = '{"step": 0, "val_loss": 5.0}\n' + '{"step": 1, "skipped": true}\n' * 3
+    Path("cmp/hb/seed-3/metrics.jsonl").write_text(skipped)
+    monkeypatch.setattr(A, "step_ratios", lambda runs, meta, repeats: ({}, dict(vanilla=1.0, tmm=1.5, hb=0.5)))
+    analyze_here(monkeypatch, f"compare --cases=vanilla,tmm,hb {COMPARE}")
+    found = json.loads(Path("cmp/compare.json").read_text())["cases"]
+    vanilla, tmm, hb = (found[case] for case in ("vanilla", "tmm", "hb"))
+    assert [row["factor"] for row in found.values()] == [1.0] * 3
+    assert vanilla["loss"]["mean"] == pytest.approx(2.2) and vanilla["loss"]["sd"] == pytest.approx(0.1)
+    known = A.interval([-0.51, -0.54, -0.59])
+    assert tmm["difference"] == pytest.approx(known | dict(p_holm=2 * known["p"])) and hb["difference"]["p_holm"] == 1
+    assert hb["diverged"] == 1 and hb["loss"]["n"] == 2 and hb["difference"]["n"] == 2
+    # tmm is given 20 of its 30 steps: there it has 2.0, vanilla at the end 2.1, 2.2, 2.3
+    assert tmm["equal_time"]["mean"] == pytest.approx(-0.2)
+    assert hb["equal_time"]["mean"] == hb["difference"]["mean"] == 0
+    assert tmm["share"] == pytest.approx((10 + 10 * (2.5 - 2.2) / 0.5) / 30) and vanilla["share"] == 1
+    assert [point[:2] for point in tmm["curve"][1:3]] == [[10, -0.5], [20, -0.5]]
+    table = Path("cmp/compare.md").read_text()
+    assert "| tmm | " in table and "-0.5467 +- " in table and "1.50" in table and "tmm" in capsys.readouterr().out
+    line = refused(capsys, analyze_here, monkeypatch, f"compare --cases=vanilla {COMPARE} --n_layer=3")
+    assert "n_layer is 3: the comparison in cmp has 2, leave it out or name another --out" in line
+    Path("cmp2").mkdir()                                        # what compare.json holds needs no runs
+    os.rename("cmp/compare.json", "cmp2/compare.json")
+    analyze_here(monkeypatch, f"compare --cases=vanilla {COMPARE} --out=cmp2")
+    assert json.loads(Path("cmp2/compare.json").read_text())["cases"] == found
+
+
+class Forked:
+    """subprocess.Popen for train.py, without the seconds that its imports take."""
+
+    def __init__(self, command, stdout, env, **_):
+        self.code, self.pid = None, os.fork()
+        if self.pid == 0:
+            os.dup2(stdout.fileno(), 1), os.dup2(stdout.fileno(), 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            os._exit(self.main(command[2:]))
+
+    @staticmethod
+    def main(argv):
+        try:
+            T.main(argv)
+        except SystemExit as e:
+            return e.code
+        except BaseException:
+            return 1
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+        return 0
+
+    def poll(self, options=os.WNOHANG):
+        if self.code is None and (done := os.waitpid(self.pid, options))[0]:
+            self.code = os.waitstatus_to_exitcode(done[1])
+        return self.code
+
+    def wait(self):
+        return self.poll(0)
+
+    def terminate(self):
+        if self.code is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+@slow
+def test_a_comparison_runs_and_goes_on(capsys, monkeypatch):
+    """One job at a time or two, killed and begun again, give one result. Cases that fail or diverge do not end it."""
+    pytest.importorskip("scipy")
+    corpus()
+    monkeypatch.setattr(subprocess, "Popen", Forked)
+    monkeypatch.setattr(A, "step_ratios", lambda runs, meta, repeats: ({}, dict.fromkeys(runs.seeds, 1.0)))
+    wild = "vanilla:learning_rate=1e30:muon_lr=1e30"
+    args = f"compare --cases=vanilla,{wild},hb {COMPARE} --seeds=2"
+    os.makedirs("cmp/hb/rates-x2/metrics.jsonl")                # train.py refuses that
+    for out, jobs in (("cmp", 2), ("one", 1)):
+        if out == "one":
+            os.makedirs("one/hb/rates-x2/metrics.jsonl")
+        analyze_here(monkeypatch, f"{args} --jobs={jobs} --out={out}")
+    err = capsys.readouterr().err
+    assert err.count("hb rates x2 failed: error: ") == 2 and "metrics.jsonl is a folder" in err
+    two, one = (json.loads(Path(out, "compare.json").read_text()) for out in ("cmp", "one"))
+    assert list(two["failed"]) == ["hb rates x2"] and "Failed: hb rates x2: " in Path("cmp/compare.md").read_text()
+    assert two["cases"][wild]["diverged"] == 2 and two["cases"][wild]["loss"]["n"] == 0
+    bare = lambda found: {case: [(r["loss"], r["curve"]) for r in row["runs"].values()]
+                          for case, row in found["cases"].items()}
+    assert bare(one) == bare(two) and len(bare(one)["vanilla"]) == 2 and bare(one)["hb"] == []
+    begun, killed = A.Runs.begin, []
+
+    def begin(self, job, gpus):
+        begun(self, job, gpus)
+        if job == A.Job("vanilla", 1, two["cases"]["vanilla"]["factor"]):
+            while not Path("again/vanilla/seed-1/last.pt").exists():
+                time.sleep(0.01)
+            os.kill(self.running[job][0].pid, signal.SIGKILL)
+            killed.append(job)
+            raise KeyboardInterrupt
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(A.Runs, "begin", begin)
+        analyze_here(m, f"compare --cases=vanilla {COMPARE} --jobs=1 --out=again --seeds=2")
+    assert killed
+    analyze_here(monkeypatch, f"compare --cases=vanilla {COMPARE} --jobs=1 --out=again --seeds=2")
+    assert bare(json.loads(Path("again/compare.json").read_text()))["vanilla"] == bare(two)["vanilla"]
+    assert Path("again/vanilla/seed-1/log.txt").read_text().count("; from step 0") == 1
+    for case, says in (("tmm:n_lay=3", "unknown setting --n_lay"), ("sgd", "template is 'sgd'")):
+        assert says in refused(capsys, analyze_here, monkeypatch, f"compare --cases={case} {COMPARE} --out=new")
+
+
+@slow
+def test_a_dry_run_prints_the_runs_and_their_time(capsys, monkeypatch):
+    pytest.importorskip("scipy")
+    corpus()
+    analyze_here(monkeypatch, f"compare --cases=vanilla,tmm:aux_init=zero {COMPARE} --dry_run=true --jobs=2 --seeds=1")
+    lines = capsys.readouterr().out.splitlines()[-9:]
+    assert lines[0].startswith("vanilla rates x0.5: 10 steps")
+    assert lines[7].startswith("tmm:aux_init=zero seed 1: 30 steps")
+    assert re.match(r"8 runs, about \d+:\d\d:\d\d with 2 at once", lines[8]) and not Path("cmp/vanilla").exists()
+
+
+@slow
+def test_a_comparison_is_drawn(monkeypatch):
+    pytest.importorskip("matplotlib")
+    row = lambda mean, half: dict(difference=dict(n=3, mean=mean, half=half), curve=[[0, 0.0, half], [9, mean, half]])
+    figure = A.draw_compare(dict(vanilla=row(0.0, 0.0), a=row(0.1, 0.02), b=row(-0.1, 0.03), c=row(0.3, None)), 100)
+    left, right = figure.axes
+    assert [t.get_text() for t in left.get_yticklabels()] == ["c", "a", "b"]        # sorted, the best one on top
+    lines = {line.get_label(): line for line in right.get_lines()}
+    assert lines["b"].get_xydata().tolist() == [[0, 0], [900, -0.1]]
+    assert len({(line.get_linestyle(), line.get_marker()) for name, line in lines.items() if name in "abc"}) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# analyze: dynamics
+
+
 @slow
 @pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
 def test_templates_contract_at_the_known_rates(kappa):
