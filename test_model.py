@@ -94,10 +94,16 @@ def test_parameter_count_at_the_default_size(template):
     with torch.device("meta"):
         n = GPT(GPTConfig(template=template)).num_params()
     streams = template in MOMENTUM
-    small = 24 * (768 * (template != "vanilla") + len(TEMPLATES[template].scalars))   # in each substep
+    small = 24 * (768 * TEMPLATES[template].norm + len(TEMPLATES[template].scalars))   # in each substep
     backbone = 50304 * 768 + 1024 * 768 + 12 * (12 * 768 ** 2 + 2 * 768) + 768
     assert n == backbone + streams * (50304 + 1024) * 768 + small
     assert round(n / 1e6, 1) == (163.8 if streams else 124.4)
+
+
+@pytest.mark.parametrize("settings, n", [(dict(n_embd=900), 162.9), (dict(n_layer=18), 166.9)])
+def test_vanilla_at_the_parameter_count_of_tmm(settings, n):
+    with torch.device("meta"):
+        assert round(GPT(GPTConfig(template="vanilla", **settings)).num_params() / 1e6, 1) == n
 
 
 def test_starts():
@@ -322,6 +328,8 @@ def reference(template, x, s, O, N, H, p):
     eps = 1e-8
     if template == "vanilla":
         return x + O(x), []
+    if template == "static":
+        return x + O(x) + p["nu"] * s[0], [s[0]]
     if template in ("hb", "yurii", "tmm"):
         v = N(p["beta"] * s[0] + p["gamma"] * O(x + p.get("mu", 0) * s[0]))
         return x + p.get("nu", 1) * v, [v]
