@@ -1588,7 +1588,7 @@ def test_data_that_is_missing_or_short(capsys):
 def test_other_errors_are_one_line(capsys, monkeypatch):
     corpus()
     start = lambda args: refused(capsys, train_here, monkeypatch, f"{SMALL} {args}")
-    assert "must be one of vanilla, hb" in start("--template=sgd")
+    assert "must be one of vanilla, static, hb" in start("--template=sgd")
     assert "multiple of n_head" in start("--n_head=5")
     assert "device is 'tpu'" in start("--device=tpu") and "device is 'meta'" in start("--device=meta")
     assert not Path("out").exists()                             # nothing was begun
