@@ -259,7 +259,7 @@ def test_trains_under_bf16_autocast(template, attention, settings):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(idx, idx)[1]
         loss.backward()
-        assert all(p.grad.isfinite().all() for p in model.parameters())
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -1496,9 +1496,21 @@ def test_an_out_dir_has_one_run_at_a_time(capsys, monkeypatch):
     with T.own_out_dir(config(*SMALL.split())):
         assert "another process is training in out_dir out: wait for it" in refused(
             capsys, train_main, monkeypatch, SMALL + " --overwrite=true")
+    train_main(monkeypatch, SMALL)
+    whole = T.open_data
+
+    def late(*args, **seeds):                                   # the first one ends after the second has read last.pt
+        monkeypatch.setattr(T, "open_data", whole)
+        train_main(monkeypatch, "--init_from=resume --out_dir=out --max_steps=8")
+        return whole(*args, **seeds)
+    with monkeypatch.context() as m:
+        m.setattr(T, "open_data", late)
+        line = refused(capsys, train_main, m, "--init_from=resume --out_dir=out --max_steps=7")
+    assert "out/last.pt has changed since it was read: another process has trained there, begin again" in line
+    assert torch.load("out/last.pt", weights_only=True)["step"] == 8
     with monkeypatch.context() as m:                            # where the system has no locks
         m.setitem(sys.modules, "fcntl", None)
-        train_main(m, SMALL + " --max_steps=1")
+        train_main(m, SMALL + " --max_steps=1 --overwrite=true")
     train_main(monkeypatch, SMALL + " --overwrite=true --max_steps=1")
 
 

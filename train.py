@@ -526,13 +526,20 @@ def brief(names):
 
 
 class Origin(NamedTuple):
-    """The name of weights, they, their tokenizer and vocabulary size, the checkpoint of a run that goes on; None where
-    there is none."""
+    """The name of weights, they, their tokenizer and vocabulary size, the checkpoint of a run that goes on, and which
+    file that was; None where there is none."""
     source: Optional[str] = None
     weights: Optional[dict] = None
     tokenizer: Optional[str] = None
     vocab_size: Optional[int] = None
     state: Optional[dict] = None
+    file: Optional[tuple] = None
+
+
+def file_id(path):
+    """What is another for another file of the same name."""
+    found = os.stat(path)
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def read_run(argv):
@@ -586,6 +593,7 @@ def resume(out_dir, argv):
     """(settings, Origin) of the run in out_dir: those it was saved with, where argv does not change them. Exits (2)
     if argv changes one that makes it another run."""
     path = os.path.join(out_dir, "last.pt")
+    file = file_id(path) if os.path.exists(path) else None
     state = read_file(path)
     with reading(path):
         saved = {f.name: state["config"][f.name] for f in fields(TrainConfig) if f.name in state["config"]}
@@ -614,7 +622,7 @@ def resume(out_dir, argv):
               + "; best.pt begins anew, for the losses do not compare" * (f.name == "eval_sequences"))
     if cfg.eval_sequences != saved.get("eval_sequences"):
         state.update(best_val_loss=math.inf, evaluated=False)
-    return cfg, Origin(path, weights, state["tokenizer"], vocab_size, state)
+    return cfg, Origin(path, weights, state["tokenizer"], vocab_size, state, file)
 
 
 def check_tensors(weights):
@@ -1002,6 +1010,8 @@ def main(argv=None):
         torch.manual_seed(cfg.seed)
         model = make_model(cfg, meta, origin.vocab_size)
         if origin.state is not None:
+            if rank == 0 and file_id(origin.source) != origin.file:
+                die(f"{origin.source} has changed since it was read: another process has trained there, begin again")
             load_weights(model, origin.weights, origin.source, strict=True, remedy="go on with the code that wrote it, "
                          f"or begin a new run with --init_from={origin.source} --strict=false and another --out_dir")
         elif origin.weights is not None:
