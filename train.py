@@ -36,8 +36,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, INTEGRATORS, GPTConfig, setting
-from prepare import (DATASETS, OFFLINE, TOKENIZERS, cli, die, load_tokenizer, lock, make_settings, need, or_die,
-                     parse_args, prepare, read_settings, split_args, write_atomic)
+from prepare import (DATASETS, OFFLINE, SIZES, cli, die, id_dtype, load_tokenizer, lock, make_settings, need, or_die,
+                     padded, parse_args, prepare, read_settings, split_args, write_atomic)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
@@ -175,8 +175,8 @@ def load_meta(folder):
     try:
         with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
             meta = json.load(f)
-        if (meta["dtype"] not in ("uint16", "uint32") or meta["tokenizer"] not in TOKENIZERS
-                or not 0 < meta["tokenizer_size"] <= meta["vocab_size"]):
+        size = SIZES[meta["tokenizer"]]
+        if (meta["dtype"], meta["tokenizer_size"], meta["vocab_size"]) != (id_dtype(size), size, padded(size)):
             raise ValueError("dtype, tokenizer, tokenizer_size or vocab_size in meta.json is wrong")
         for split in ("train", "val"):
             size, item = os.path.getsize(os.path.join(folder, f"{split}.bin")), np.dtype(meta["dtype"]).itemsize
@@ -218,7 +218,8 @@ def warn(message):
 
 
 def local_rank():
-    return int(os.environ.get("LOCAL_RANK", 0))
+    rank = os.environ.get("LOCAL_RANK", "0")
+    return int(rank) if rank.isdecimal() else die(f"LOCAL_RANK is '{rank}': unset it, or start with torchrun")
 
 
 def barrier():
@@ -339,7 +340,7 @@ def make_optimizers(model, cfg, device):
     rates = dict(matrices=(cfg.learning_rate, cfg.weight_decay), embeddings=(cfg.learning_rate, cfg.weight_decay),
                  norms=(cfg.learning_rate, 0.0), scalars=(cfg.scalar_lr, 0.0))
     optimizers = []
-    if cfg.optimizer == "muon":
+    if cfg.optimizer == "muon" and groups["matrices"]:
         matrices = [dict(params=groups.pop("matrices"), name="matrices", base_lr=cfg.muon_lr)]
         optimizers.append(torch.optim.Muon(matrices, lr=cfg.muon_lr, weight_decay=0.0, momentum=0.95, nesterov=True,
                                            adjust_lr_fn="original"))
@@ -526,13 +527,20 @@ def brief(names):
 
 
 class Origin(NamedTuple):
-    """The name of weights, they, their tokenizer and vocabulary size, the checkpoint of a run that goes on; None where
-    there is none."""
+    """The name of weights, they, their tokenizer and vocabulary size, the checkpoint of a run that goes on, and which
+    file that was; None where there is none."""
     source: Optional[str] = None
     weights: Optional[dict] = None
     tokenizer: Optional[str] = None
     vocab_size: Optional[int] = None
     state: Optional[dict] = None
+    file: Optional[tuple] = None
+
+
+def file_id(path):
+    """What is another for another file of the same name."""
+    found = os.stat(path)
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def read_run(argv):
@@ -564,7 +572,8 @@ def default_out_dir(argv, template):
     args = list(split_args(argv))
     recipe = [os.path.splitext(os.path.basename(word))[0] for key, word in args if key is None] or ["demo"]
     case = [f"{f.name}={dict(args)[f.name]}" for f in fields(TrainConfig)
-            if f.name in dict(args) and kept(f) and f.name != "template"]
+            if f.name in dict(args) and (kept(f) or f.name == "init_from" and dict(args)[f.name] != "resume")
+            and f.name != "template"]
     return os.path.join("out", re.sub(r"[^\w.=+-]", "_", "-".join([*recipe, template, *case])))
 
 
@@ -586,6 +595,7 @@ def resume(out_dir, argv):
     """(settings, Origin) of the run in out_dir: those it was saved with, where argv does not change them. Exits (2)
     if argv changes one that makes it another run."""
     path = os.path.join(out_dir, "last.pt")
+    file = file_id(path) if os.path.exists(path) else None
     state = read_file(path)
     with reading(path):
         saved = {f.name: state["config"][f.name] for f in fields(TrainConfig) if f.name in state["config"]}
@@ -593,28 +603,29 @@ def resume(out_dir, argv):
             die(f"{path} does not say {', '.join(missing)}, which a run must keep: it is of another version of "
                 f"train.py, go on with that, or begin a new run with --init_from={path} and another --out_dir")
         kinds = dict(model=dict, model_config=dict, optimizer=dict, tokenizer=str, data=dict, step=int, evaluated=bool,
-                     best_val_loss=float, val_loss=float, seconds=float, bad_steps=int)
+                     best_val_loss=float, val_loss=float, seconds=float, bad_steps=int, skipped=int)
         for name, kind in kinds.items():
             if not isinstance(state.get(name), kind):
                 raise ValueError(f"its {name} is no {kind.__name__}")
         GPTConfig(**state["model_config"])
         weights, vocab_size = check_tensors(state.pop("model")), state["model_config"]["vocab_size"]
-        if state["step"] < 0 or (not state["optimizer"] and state["step"] > state["bad_steps"]):
+        if state["step"] < 0 or (not state["optimizer"] and state["step"] > state["skipped"]):
             raise ValueError("it has no optimizer state")
     saved.update(out_dir=out_dir, init_from="resume", overwrite=False)
-    asked = read_settings(TrainConfig, argv, base=saved)
-    changed = [f for f in fields(TrainConfig) if f.name in saved and asked[f.name] != saved[f.name]]
+    cfg = parse_args(TrainConfig, argv, base=saved)
+    changed = [f for f in fields(TrainConfig) if f.name in saved and getattr(cfg, f.name) != saved[f.name]]
     for f in changed:
         if kept(f):
-            die(f"{f.name} is {asked[f.name]!r}: the run in {out_dir} has {saved[f.name]!r} and goes on with that, "
-                "leave it out or begin another run")
-    cfg = make_settings(TrainConfig, asked)
+            die(f"{f.name} is {getattr(cfg, f.name)!r}: the run in {out_dir} has {saved[f.name]!r} and goes on with "
+                "that, leave it out or begin another run")
+    if state["step"] > cfg.max_steps:
+        die(f"max_steps is {cfg.max_steps}: the run in {out_dir} is at step {state['step']}")
     for f in changed if local_rank() == 0 else ():
-        print(f"{f.name}: {asked[f.name]!r} from here on, {saved[f.name]!r} so far"
+        print(f"{f.name}: {getattr(cfg, f.name)!r} from here on, {saved[f.name]!r} so far"
               + "; best.pt begins anew, for the losses do not compare" * (f.name == "eval_sequences"))
     if cfg.eval_sequences != saved.get("eval_sequences"):
         state.update(best_val_loss=math.inf, evaluated=False)
-    return cfg, Origin(path, weights, state["tokenizer"], vocab_size, state)
+    return cfg, Origin(path, weights, state["tokenizer"], vocab_size, state, file)
 
 
 def check_tensors(weights):
@@ -675,7 +686,9 @@ def load_weights(model, weights, source, strict, remedy="name a checkpoint of th
     differences = "; ".join(f"{what}: {brief(names)}" for what, names in (
         ("not there", own.keys() - weights.keys()), ("of another shape", (own.keys() & weights.keys()) - fit.keys()),
         ("not in this model", weights.keys() - own.keys())) if names)
-    if differences and strict or not fit:
+    if not fit:
+        die(f"no tensor of {source} fits this model ({differences}): name a checkpoint of such a model")
+    if differences and strict:
         die(f"the weights of {source} do not fit this model ({differences}): {remedy}")
     if not all(t.isfinite().all() for t in fit.values()):
         die(f"the weights of {source} are not finite, their run has diverged: name an earlier checkpoint")
@@ -720,19 +733,22 @@ RUN_FILES = ("last.pt", "best.pt", "metrics.jsonl")             # last.pt first:
 def own_out_dir(cfg):
     """out_dir is this process's alone meanwhile. Exits (2) if it cannot be written, another process writes there, or
     it holds a run that --overwrite=true has not given up."""
-    old = [name for name in ("last.pt", "best.pt") if os.path.exists(os.path.join(cfg.out_dir, name))]
-    if old and not cfg.overwrite and cfg.init_from != "resume":
-        die(f"out_dir {cfg.out_dir} already holds a run ({', '.join(old)}): go on with it by --init_from=resume, name "
-            "another --out_dir, or lose it with --overwrite=true")
-    for name in RUN_FILES:
-        if os.path.isdir(os.path.join(cfg.out_dir, name)):
-            die(f"{cfg.out_dir}/{name} is a folder: name another --out_dir")
     with or_die(f"cannot write to out_dir {cfg.out_dir}", "name another --out_dir"):
         os.makedirs(cfg.out_dir, exist_ok=True)
         file = open(os.path.join(cfg.out_dir, ".lock"), "w")
     with file:
         if lock(file) is False:
             die(f"another process is training in out_dir {cfg.out_dir}: wait for it, or name another --out_dir")
+        files = {name: os.path.join(cfg.out_dir, name) for name in RUN_FILES}
+        for path in files.values():
+            if os.path.isdir(path):
+                die(f"{path} is a folder: name another --out_dir")
+        old = [name for name, path in files.items() if os.path.exists(path)]
+        if old == ["metrics.jsonl"] and os.path.getsize(files["metrics.jsonl"]) < 100:
+            old = []                                            # of a run killed between its first row and checkpoint
+        if old and not cfg.overwrite and cfg.init_from != "resume":
+            die(f"out_dir {cfg.out_dir} already holds a run ({', '.join(old)}): go on with it by --init_from=resume, "
+                "name another --out_dir, or lose it with --overwrite=true")
         yield
 
 
@@ -794,8 +810,9 @@ def check_replicas(model):
 
 
 class Trainer:
-    """What one process has of a run: data, model, optimizers, and how far it is. busy: seconds of training; bad_steps:
-    how many in a row were not finite; evaluated: whether the weights of this step have been."""
+    """What one process has of a run: data, model, optimizers, and how far it is. busy: seconds of training; skipped,
+    bad_steps: how many steps were not finite, in all and in a row; evaluated: whether the weights of this step have
+    been."""
 
     def __init__(self, cfg, train, val, meta, model, device, rank, world):
         self.cfg, self.train, self.val, self.meta = cfg, train, val, meta
@@ -812,7 +829,8 @@ class Trainer:
         if dist.is_initialized():
             self.parallel = DDP(self.compiled, device_ids=[device.index] if device.type == "cuda" else None)
         self.optimizers = make_optimizers(model, cfg, device)
-        self.best, self.step, self.busy, self.bad_steps, self.evaluated = math.inf, 0, 0.0, 0, False
+        self.best, self.step, self.busy, self.evaluated = math.inf, 0, 0.0, False
+        self.bad_steps, self.skipped = 0, 0
         self.val_loss, self.resumed, self.wandb = math.nan, False, None
         self.logged = self.step, self.busy                      # at the last log line
         peak = peak_flops(device, self.dtype)
@@ -820,15 +838,13 @@ class Trainer:
 
     def resume(self, state):
         """Goes on from a checkpoint, but for its weights. Exits (2) if it does not fit."""
-        self.best, self.step, self.busy, self.evaluated, self.val_loss = (
-            state[k] for k in ("best_val_loss", "step", "seconds", "evaluated", "val_loss"))
+        self.best, self.step, self.busy, self.evaluated, self.val_loss, self.skipped = (
+            state[k] for k in ("best_val_loss", "step", "seconds", "evaluated", "val_loss", "skipped"))
         stopped = state["bad_steps"] >= self.cfg.max_bad_steps  # for them: a new allowance
         self.bad_steps = 0 if stopped else state["bad_steps"]
         self.logged, self.resumed = (self.step, self.busy), True
         with reading(f"{self.cfg.out_dir}/last.pt"):
             load_optimizer_state(self.optimizers, state["optimizer"])
-        if self.step > self.cfg.max_steps:
-            die(f"max_steps is {self.cfg.max_steps}: the run in {self.cfg.out_dir} is at step {self.step}")
         if self.master:
             cut_log(self.cfg, self.step, self.evaluated)
 
@@ -858,7 +874,7 @@ class Trainer:
         state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
                      tokenizer=self.meta["tokenizer"], data=self.meta, optimizer=optimizer_state(self.optimizers),
                      config=asdict(self.cfg), step=self.step, best_val_loss=self.best, seconds=self.busy,
-                     bad_steps=self.bad_steps, evaluated=self.evaluated, val_loss=self.val_loss)
+                     bad_steps=self.bad_steps, skipped=self.skipped, evaluated=self.evaluated, val_loss=self.val_loss)
         for name in names:
             save(os.path.join(self.cfg.out_dir, name), state)
 
@@ -880,8 +896,7 @@ class Trainer:
 
     def backward(self):
         """Adds the gradients of this process's share of the step; returns its mean loss."""
-        loss = torch.zeros((), device=self.device)
-        firsts, size = micro_batches(self.step, self.cfg, self.rank, self.world)
+        losses, (firsts, size) = [], micro_batches(self.step, self.cfg, self.rank, self.world)
         for first in firsts:
             x, y = self.train.batch(first, size, self.device)
             seed = np.random.SeedSequence([self.cfg.seed, first]).generate_state(1)[0]
@@ -889,10 +904,10 @@ class Trainer:
             more = self.world > 1 and first != firsts[-1]
             with self.parallel.no_sync() if more else contextlib.nullcontext():
                 with self.amp:
-                    micro_loss = self.parallel(x, y, return_logits=False)[1] / len(firsts)
-                micro_loss.backward()
-            loss += micro_loss.detach()
-        return loss
+                    loss = self.parallel(x, y, return_logits=False)[1]
+                (loss / len(firsts)).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     def take_step(self, stop):
         """One step on the global batch, of which each process has its share. Returns (loss, gradient norm, whether any
@@ -915,7 +930,7 @@ class Trainer:
                 with contextlib.nullcontext() if self.dtype == "bfloat16" else Float32Muon():
                     optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.bad_steps = 0 if good else self.bad_steps + 1
+        self.bad_steps, self.skipped = 0 if good else self.bad_steps + 1, self.skipped + (not good)
         self.step, self.evaluated = self.step + 1, False
         self.busy += time.perf_counter() - began
         return loss / self.world, norm / self.world, bool(stop)     # of the sums, in which norm is the same everywhere
@@ -1002,6 +1017,8 @@ def main(argv=None):
         torch.manual_seed(cfg.seed)
         model = make_model(cfg, meta, origin.vocab_size)
         if origin.state is not None:
+            if rank == 0 and file_id(origin.source) != origin.file:
+                die(f"{origin.source} has changed since it was read: another process has trained there, begin again")
             load_weights(model, origin.weights, origin.source, strict=True, remedy="go on with the code that wrote it, "
                          f"or begin a new run with --init_from={origin.source} --strict=false and another --out_dir")
         elif origin.weights is not None:
