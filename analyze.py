@@ -1187,7 +1187,8 @@ def comparison_rows(cases):
     for case, row in cases.items():
         loss, difference, p = row["loss"], row["difference"], row["difference"]["p_holm"]
         rows.append({
-            "case": case, "parameters": f"{row['parameters']:,}", "without embeddings": f"{row['parameters_outside']:,}",
+            "case": case, "parameters": f"{row['parameters']:,}",
+            "without embeddings": f"{row['parameters_outside']:,}",
             "rates": row["factor"] and f"x{row['factor']:g}",
             "loss, mean +- sd": pm(loss, "sd"), "runs": str(loss["n"]),
             "diverged": str(row["diverged"]), "difference": pm(difference),
