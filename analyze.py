@@ -922,6 +922,7 @@ class CompareConfig(train.TrainConfig):
 
 
 RATES = ("learning_rate", "muon_lr", "scalar_lr")               # what tuning scales
+OWN = (*GPTConfig.__dataclass_fields__, "h0_first_order", "h0_second_order", *RATES)     # what a case may set
 GRID, TUNING_SEED = (0.5, 1.0, 2.0), 0                          # by these factors, at a seed that no result uses
 FREE = ("data_dir", "out_dir", "overwrite", "init_from", "strict", "seed", "log_interval", "sample_tokens", "device",
         "wandb_log", "wandb_project")                           # what a comparison that goes on may change
@@ -970,6 +971,7 @@ class Runs:
 
     def __init__(self, out, base, seeds, former):
         self.out, self.base, self.seeds = out, base, seeds
+        self.configs = {case: make_settings(train.TrainConfig, self.settings(Job(case, 1, 1.0))) for case in seeds}
         self.running, self.failed = {}, {}                      # {job: (process, slot)}, {job: reason}
         self.results = {Job(case, TUNING_SEED, float(factor)): r for case, row in former.items()    # {job: outcome}
                         for factor, r in row["tuning"].items()}
@@ -1017,7 +1019,8 @@ class Runs:
         os.makedirs(folder, exist_ok=True)
         values["init_from"] = "resume" if os.path.exists(os.path.join(folder, "last.pt")) else "scratch"
         slot = min(set(range(len(self.running) + 1)) - {slot for _, slot in self.running.values()})
-        env = dict(CUDA_VISIBLE_DEVICES=str(slot % gpus)) if gpus else dict(OMP_NUM_THREADS="1")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        env = dict(CUDA_VISIBLE_DEVICES=visible.split(",")[slot % gpus]) if gpus else dict(OMP_NUM_THREADS="1")
         env["PYTHONUNBUFFERED"] = "1"                           # for who looks into log.txt
         with open(os.path.join(folder, "log.txt"), "ab") as log:
             command = [sys.executable, train.__file__, *(f"--{key}={value}" for key, value in values.items())]
@@ -1068,7 +1071,11 @@ class Runs:
 def case_settings(case):
     """{setting: value} of train.py that TEMPLATE:SETTING=VALUE:... names. Exits (2) for an unknown setting."""
     template, *rest = case.split(":")
-    return read_settings(train.TrainConfig, [f"--template={template}", *(f"--{word}" for word in rest)])
+    found = read_settings(train.TrainConfig, [f"--template={template}", *(f"--{word}" for word in rest)])
+    for name in found:
+        if name not in OWN or name == "block_size":
+            die(f"case {case}: {name} must be the same for all cases, give it as --{name}")
+    return found
 
 
 def busy(folder):
@@ -1112,29 +1119,28 @@ def reached(curve, loss):
 
 
 def statistics_of(cases, steps):
-    """Adds to each case {"runs": {seed: outcome}, "ratio": of step times or None}, the first one being the reference,
-    what its runs come to: loss, diverged, and against the reference, seed by seed, difference (with p and p_holm),
-    equal_time (where the time of the reference's run is used up), curve [[step, mean, half]], share (of the tokens at
-    which its mean loss is as low as the reference's at the end)."""
-    good = {case: {seed: r for seed, r in row["runs"].items() if r["loss"] is not None} for case, row in cases.items()}
-    reference, *_ = good.values()
+    """Adds to each case {"runs": {seed: outcome}, "ratio": of step times or None}, of which the first is the reference,
+    what its runs come to: loss, diverged (how many), and against the reference, seed by seed, difference (with p and
+    p_holm), equal_time (where the time of the reference's run is used up) and curve [[step, mean, half]]; share, of the
+    tokens at which its mean loss is as low as the reference's at the end."""
+    first, reference = next(iter(cases)), {}
     for case, row in cases.items():
-        runs = good[case]
+        runs = {seed: r for seed, r in row["runs"].items() if r["loss"] is not None}
+        reference = runs if case == first else reference
         pairs = [(runs[seed], reference[seed]) for seed in runs if seed in reference]
-        row["loss"] = interval([r["loss"] for r in runs.values()])
-        row["diverged"] = len(row["runs"]) - len(runs)
-        row["difference"] = interval([a["loss"] - b["loss"] for a, b in pairs])
-        row["curve"] = [[step, *map(interval([loss_at(a["curve"], step) - loss_at(b["curve"], step) for a, b in pairs])
-                                    .get, ("mean", "half"))] for step, _ in (pairs[0][0]["curve"] if pairs else [])]
-        row["equal_time"] = interval([loss_at(a["curve"], steps / row["ratio"]) - b["loss"] for a, b in pairs]
-                                     if row["ratio"] else [])
-        mean = [[step, statistics.fmean(loss_at(r["curve"], step) for r in runs.values())]
-                for step, _ in (next(iter(runs.values()))["curve"] if runs else [])]
-        at = reached(mean, cases[next(iter(cases))]["loss"]["mean"]) if mean and reference else None
-        row["share"] = at and at / steps
-    first = next(iter(cases))
-    p = holm({case: row["difference"]["p"] for case, row in cases.items() if case != first and row["difference"]["p"]
-              is not None})
+        at = lambda step: interval([loss_at(a["curve"], step) - loss_at(b["curve"], step) for a, b in pairs])
+        evaluated = [step for step, _ in next(iter(runs.values()))["curve"]] if runs else []
+        mean = [[step, statistics.fmean(loss_at(r["curve"], step) for r in runs.values())] for step in evaluated]
+        goal = cases[first]["loss"]["mean"] if case != first else mean and mean[-1][1]
+        step = reached(mean, goal) if mean and goal is not None else None
+        row.update(
+            loss=interval([r["loss"] for r in runs.values()]), diverged=len(row["runs"]) - len(runs),
+            difference=interval([a["loss"] - b["loss"] for a, b in pairs]), share=step and step / steps,
+            curve=[[step, *map(at(step).get, ("mean", "half"))] for step in evaluated if pairs],
+            equal_time=interval([loss_at(a["curve"], steps / row["ratio"]) - b["loss"] for a, b in pairs]
+                                if row["ratio"] else []))
+    p = holm({case: row["difference"]["p"] for case, row in cases.items() if row["difference"]["n"] > 1
+              and case != first})
     for case, row in cases.items():
         row["difference"]["p_holm"] = p.get(case)
     return cases
@@ -1144,9 +1150,9 @@ def compared(runs, ratios, meta):
     """{case: what its runs have come to, as compare.json holds it}, the reference first."""
     cases = {}
     for case, seeds in runs.seeds.items():
-        cfg = make_settings(train.TrainConfig, runs.settings(Job(case, 1, 1.0)))
         with torch.device("meta"):
-            sizes = {name: p.numel() for name, p in train.make_model(cfg, meta).named_parameters()}
+            model = train.make_model(runs.configs[case], meta)
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
         tuning = runs.tuning(case)
         factor = choose(tuning)[0]
         found = {seed: factor and runs.result(Job(case, seed, factor)) for seed in range(1, seeds + 1)}
@@ -1161,8 +1167,7 @@ def step_ratios(runs, meta, repeats):
     """{case: seconds of a training step without the optimizer}, {case: their ratio to the reference's}, by the method
     of `speed`."""
     steppers = []
-    for case in runs.seeds:
-        cfg = make_settings(train.TrainConfig, runs.settings(Job(case, 1, 1.0)))
+    for cfg in runs.configs.values():
         device = train.pick_device(cfg.device)
         cfg = replace(cfg, dtype=train.pick_dtype(cfg.dtype, device), batch_size=train.micro_batches(0, cfg, 0, 1)[1],
                       compile=device.type == "cuda" if cfg.compile is None else cfg.compile)
@@ -1199,14 +1204,15 @@ def comparison_rows(cases):
 
 
 def compare_md(cases, base, failed):
-    rows = comparison_rows(cases)
-    lines = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0]), *(" | ".join(row.values()) for row in rows)]
+    rows, reference = comparison_rows(cases), next(iter(cases))
     text = (f"Validation loss in nats per token after {base['max_steps']:,} steps of {base['step_sequences']} x "
-            f"{base['block_size']} tokens of {base['dataset']}. Differences are to {next(iter(cases))}, seed by seed, "
-            "with 95% t intervals; p by paired t-tests, after Holm's correction. At equal time: when the time of the "
-            "reference's run is used up. Share of tokens: at which the reference's final loss is reached.\n\n")
+            f"{base['block_size']} tokens of {base['dataset']}. Differences are to {reference}, seed by seed, with "
+            "95% t intervals; p by paired t-tests, after Holm's correction. At equal time: when the time of the "
+            "reference's run is used up, or at the end if that is earlier. Share of tokens: at which the reference's "
+            "final loss is reached.\n\n")
     if all(row["loss"]["n"] < 2 for row in cases.values()):
         text += "One seed: there are no intervals.\n\n"
+    lines = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0]), *(" | ".join(row.values()) for row in rows)]
     text += "".join(f"| {line} |\n" for line in lines)
     return text + "".join(f"\nFailed: {job}: {why}\n" for job, why in failed.items())
 
@@ -1251,6 +1257,7 @@ def read_former(path, base):
         with open(path, encoding="utf-8") as f:
             former = json.load(f)
         old = former["settings"]
+        [(row["seeds"], row["tuning"], row["runs"], row["factor"], row["ratio"]) for row in former["cases"].values()]
     for name, value in base.items():
         if name not in FREE and old.get(name, value) != value:
             die(f"{name} is {value!r}: the comparison in {os.path.dirname(path)} has {old[name]!r}, leave it out or "
@@ -1270,8 +1277,6 @@ def compare(argv):
     seeds = dict.fromkeys(comma_separated(cfg.cases), cfg.seeds)
     seeds |= {case: max(row["seeds"], seeds.get(case, 0)) for case, row in former["cases"].items()}
     runs = Runs(cfg.out, base, seeds, former["cases"])
-    for case in seeds:                                          # what is wrong shows before anything is run
-        make_settings(train.TrainConfig, runs.settings(Job(case, 1, 1.0)))
     meta = train.open_data(base["data_dir"], base["dataset"], base["block_size"], train=0, val=0)[-1]
     gpus = torch.cuda.device_count() if train.pick_device(base["device"]).type == "cuda" else 0
     jobs = cfg.jobs or gpus or os.cpu_count()
@@ -1291,8 +1296,9 @@ def compare(argv):
 
     report()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # runs its finally
+    done = len(runs.results)
     runs.run(jobs, gpus, report)
-    if any(ratios.get(case) is None for case in seeds) or ratios[next(iter(seeds))] != 1:
+    if len(runs.results) > done or any(ratios.get(case) is None for case in seeds) or ratios[next(iter(seeds))] != 1:
         ratios.update(step_ratios(runs, meta, cfg.repeats)[1])
     cases = report()
     print_table(comparison_rows(cases))
@@ -1303,14 +1309,13 @@ def compare(argv):
 
 def dry_run(runs, jobs, meta):
     """Prints what is still to be run, and about how long that takes."""
-    seconds, _ = step_ratios(runs, meta, 1)
-    total = 0.0
-    for job, _ in runs.missing():
-        time = runs.settings(job)["max_steps"] * seconds[job.case]
-        total += time
-        print(f"{job}: {runs.settings(job)['max_steps']:,} steps, {timedelta(seconds=int(time))}")
-    print(f"{len(runs.missing())} runs, about {timedelta(seconds=int(total / jobs))} with {jobs} at once (without "
-          "optimizer and evaluation)")
+    seconds, jobs_left = step_ratios(runs, meta, 1)[0], [job for job, _ in runs.missing()]
+    steps = [runs.settings(job)["max_steps"] for job in jobs_left]
+    times = [n * seconds[job.case] for n, job in zip(steps, jobs_left)]
+    for job, n, time_ in zip(jobs_left, steps, times):
+        print(f"{job}: {n:,} steps, {timedelta(seconds=int(time_))}")
+    print(f"{len(times)} runs, about {timedelta(seconds=int(sum(times) / jobs))} with {jobs} at once (without the "
+          "optimizer and evaluations)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2846,7 +2846,9 @@ def test_a_comparison_runs_and_goes_on(capsys, monkeypatch):
     analyze_here(monkeypatch, f"compare --cases=vanilla {COMPARE} --jobs=1 --out=again --seeds=2")
     assert bare(json.loads(Path("again/compare.json").read_text()))["vanilla"] == bare(two)["vanilla"]
     assert Path("again/vanilla/seed-1/log.txt").read_text().count("; from step 0") == 1
-    for case, says in (("tmm:n_lay=3", "unknown setting --n_lay"), ("sgd", "template is 'sgd'")):
+    for case, says in (("tmm:n_lay=3", "unknown setting --n_lay"), ("sgd", "template is 'sgd'"),
+                       ("tmm:max_steps=9", "case tmm:max_steps=9: max_steps must be the same for all cases"),
+                       ("tmm:block_size=8", "block_size must be the same")):
         assert says in refused(capsys, analyze_here, monkeypatch, f"compare --cases={case} {COMPARE} --out=new")
 
 
