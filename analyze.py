@@ -1245,7 +1245,8 @@ def draw_compare(cases, tokens):
     late = [abs(m) + (h or 0.0) for case in others for step, m, h in cases[case]["curve"] if m is not None
             and step >= 0.2 * cases[case]["curve"][-1][0]]
     right.set_ylim(*(1.1 * max(late, default=1.0) * sign for sign in (-1, 1)))
-    right.legend(fontsize="x-small", ncols=2)
+    if others:
+        right.legend(fontsize="x-small", ncols=2)
     return figure
 
 
@@ -1273,6 +1274,8 @@ def compare(argv):
     base = {f.name: values.pop(f.name, f.default) for f in fields(train.TrainConfig)}
     cfg = make_settings(CompareConfig, values)
     path = os.path.join(cfg.out, "compare.json")
+    if cfg.plot:
+        pyplot()                                                # missing? then say so before the work
     former = read_former(path, base)
     seeds = dict.fromkeys(comma_separated(cfg.cases), cfg.seeds)
     seeds |= {case: max(row["seeds"], seeds.get(case, 0)) for case, row in former["cases"].items()}
