@@ -2043,6 +2043,69 @@ def test_begin_with_a_checkpoint_of_nanogpt(capsys, monkeypatch):
             "hardly of that tokenizer") in capsys.readouterr().err
 
 
+def authors(name):
+    """A name of ours as the authors of Momentum Streams have it; None for the tied head."""
+    if name == "lm_head.weight":
+        return None
+    for ours, theirs in (("attn.c_attn", "attn.qkv_proj"), ("attn.c_proj", "attn.out_proj"), ("mlp.c_fc", "mlp.w1"),
+                         ("mlp.c_proj", "mlp.w2"), ("ln_1", "ln_attn"), ("ln_2", "ln_mlp"), ("lam_raw", "lambda_raw"),
+                         ("transformer.h.", "layers."), ("transformer.wte", "tok_emb"), ("transformer.wpe", "pos_emb"),
+                         ("transformer.ln_f", "final_ln")):
+        name = name.replace(ours, theirs)
+    return re.sub(r"(attn|mlp)_step\.(\w+)_raw", r"\2_\1_raw", name)
+
+
+@slow
+@pytest.mark.parametrize("settings", [*(dict(template=t) for t in TEMPLATES if t in PUBLISHED),
+                                      dict(template="hb", aux_init="zero"), dict(template="muon", aux_init="zero"),
+                                      dict(template="soap", bias=True)])
+def test_begin_with_a_published_checkpoint(settings, monkeypatch):
+    """Template and sizes are read off the tensors' names and shapes; bare or wrapped, with and without prefixes."""
+    model, template = tiny(**settings, vocab_size=320).double().eval(), settings["template"]
+    velocity, stream = "v" in TEMPLATES[template].streams, "vel" if "v" in TEMPLATES[template].streams else "m"
+    theirs = {}
+    for name, t in model.state_dict().items():
+        name = authors(name.replace("transformer.aux_wte", f"{stream}_tok_emb").replace(
+            "transformer.aux_wpe", f"{stream}_pos_emb"))
+        if name:
+            name = re.sub(r"(attn|mlp)_step\.ln", rf"ln_{'v' if velocity else 'update'}_\1", name)
+            theirs[name] = t.view(1) if name.endswith("beta_attn_raw") else t
+    idx = tokens(2, 40)
+    for file in (theirs, dict(model={f"_orig_mod.{name}": t for name, t in theirs.items()}),
+                 dict(model={f"module.{name}": t for name, t in theirs.items()}, step=3)):
+        torch.save(file, "theirs.pt")
+        weights, found, tokenizer = T.read_weights("theirs.pt")
+        config = asdict(model.config)
+        assert tokenizer is None and found == {name: config[name] for name in found} | dict(n_head=12)
+        again = GPT(GPTConfig(**found | dict(n_head=4)))
+        T.load_weights(again, weights, "theirs.pt", strict=True)
+        assert torch.allclose(again.double().eval()(idx)[0], model(idx)[0], rtol=0, atol=1e-5)      # float32 weights
+
+
+@slow
+def test_a_published_checkpoint_becomes_a_run(capsys, monkeypatch):
+    import huggingface_hub
+    corpus()
+    theirs = {authors(name): t for name, t in tiny("vanilla", vocab_size=320).state_dict().items() if authors(name)}
+    torch.save(theirs, "theirs.pt")
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args: asked.append(args) or "theirs.pt")
+    hub = "--dataset=text --init_from=hub:some/where/vanilla_ts/best.pt --n_head=4 --device=cpu --eval_sequences=4"
+    train_main(monkeypatch, f"{hub} --max_steps=0 --out_dir=run --template=vanilla")
+    assert asked == [("some/where", "vanilla_ts/best.pt")] and "12 heads no tensor tells" in capsys.readouterr().out
+    model, _ = T.load_checkpoint("run/best.pt", "cpu")
+    assert (model.config.template, model.config.n_head, model.config.block_size) == ("vanilla", 4, 80)
+    assert torch.equal(model.transformer.wte.weight, theirs["tok_emb.weight"])
+    start = lambda args: refused(capsys, train_main, monkeypatch, f"{hub} --out_dir=no {args}")
+    assert "it must be hub:OWNER/REPO/FILE" in start("--init_from=hub:some/where")
+    torch.save({"encoder.x": torch.zeros(1), **theirs}, "theirs.pt")
+    assert "names that are not ours, nanoGPT's or the authors': encoder.x)" in start("")
+    torch.save({"layers.0.zeta_attn_raw": torch.zeros(1), **theirs}, "theirs.pt")
+    assert "no template has the scalars zeta" in start("")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args: (_ for _ in ()).throw(OSError("offline")))
+    assert "cannot download vanilla_ts/best.pt of some/where (offline): connect" in start("")
+
+
 @slow
 def test_begin_with_gpt2(capsys, monkeypatch):
     """Through a stand-in for transformers, whose GPT-2 keeps its matrices transposed."""

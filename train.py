@@ -15,6 +15,7 @@ if __name__ == "__main__":                                      # during the imp
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -25,7 +26,6 @@ import textwrap
 import time
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
-from functools import lru_cache
 from typing import ClassVar, NamedTuple, Optional
 
 import numpy as np
@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, INTEGRATORS, GPTConfig, setting
+from model import GPT, INTEGRATORS, TEMPLATES, GPTConfig, setting
 from prepare import (DATASETS, OFFLINE, SIZES, cli, die, id_dtype, load_tokenizer, lock, make_settings, need, or_die,
                      padded, parse_args, prepare, read_settings, split_args, write_atomic)
 
@@ -59,8 +59,8 @@ class TrainConfig(GPTConfig):
                                            "followed by what else the command line says of the model")
     overwrite: bool = setting(False, "start anew in an out_dir that already holds a run, which is lost")
     init_from: str = setting("scratch", "'scratch'; 'resume': go on with out_dir's last.pt; or weights to begin "
-                                        "with: a checkpoint of this project or of nanoGPT (a path), or 'gpt2', "
-                                        "'gpt2-medium', ...")
+                                        "with: a checkpoint of this project, of nanoGPT or of Momentum Streams' "
+                                        "authors (a path, or hub:OWNER/REPO/FILE), or 'gpt2', 'gpt2-medium', ...")
     strict: bool = setting(True, "weights to begin with must fit the model exactly; false: what fits is taken")
     # batches
     step_sequences: int = setting(480, "sequences in a step, shared by all processes", low=1, fixed=True)
@@ -131,7 +131,7 @@ class Split:
         self.bytes = os.fstat(self.file.fileno()).st_size
         self.size = self.bytes // np.dtype(self.dtype).itemsize
         self.blocks = max(1, (self.size - block_size) // (block_size + 1))      # as many for every offset
-        self.order = lru_cache(maxsize=2)(self._order)
+        self.order = functools.lru_cache(maxsize=2)(self._order)
 
     def _order(self, epoch):
         rng = np.random.default_rng([self.seed, epoch])
@@ -636,8 +636,8 @@ def check_tensors(weights):
 
 
 def read_weights(source):
-    """(state_dict, settings of its model, tokenizer or None) of a checkpoint of ours or of nanoGPT, or of Hugging
-    Face's gpt2*. Exits (2) if there is none."""
+    """(state_dict, settings of its model, tokenizer or None) of a checkpoint of ours, of nanoGPT or of [TMM]'s authors,
+    a path or hub:OWNER/REPO/FILE, or of Hugging Face's gpt2*. Exits (2) if there is none."""
     if source.startswith("gpt2") and not os.path.exists(source):
         gpt2 = need("transformers", f"init_from={source}").GPT2LMHeadModel
         with or_die(f"init_from is {source}: cannot load it", "connect to the network, or name a path",
@@ -649,19 +649,72 @@ def read_weights(source):
                 weights[name] = weights[name].T
         settings = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, block_size=c.n_positions, bias=True)
         return weights, dict(settings, template="vanilla", vocab_size=c.vocab_size), "gpt2"
-    path = os.path.join(source, "best.pt") if os.path.isdir(source) else source
+    path = hub_file(source) if source.startswith("hub:") else source
+    path = os.path.join(path, "best.pt") if os.path.isdir(path) else path
     if not os.path.exists(path):
-        die(f"init_from is {source}: there is no such checkpoint; it can be 'scratch', 'resume', a path or 'gpt2'")
+        die(f"init_from is {source}: there is no such checkpoint; it can be 'scratch', 'resume', a path, 'gpt2' or "
+            "hub:OWNER/REPO/FILE")
     state = read_file(path)
-    with reading(path):
+    with reading(source):
+        weights = state.get("model", state)                     # a bare state_dict, too
+        weights = {re.sub(r"^(_orig_mod\.|module\.)+", "", name): t for name, t in check_tensors(weights).items()}
         if "model_args" in state:                               # nanoGPT's
-            weights = {name.removeprefix("_orig_mod."): t for name, t in state["model"].items()}
             settings, tokenizer = dict(state["model_args"], template="vanilla"), None
+        elif "model_config" in state:
+            settings, tokenizer = state["model_config"], state["tokenizer"]
         else:
-            weights, settings, tokenizer = dict(state["model"]), state["model_config"], state["tokenizer"]
-        check_tensors(weights)
+            weights, settings = published(weights)
+            return weights, settings, "gpt2" if settings["vocab_size"] >= SIZES["gpt2"] else None
         GPTConfig(**settings)
         return weights, settings, tokenizer
+
+
+def hub_file(source):
+    """Where hub:OWNER/REPO/FILE of the Hugging Face hub lies in the cache, downloaded if need be."""
+    from huggingface_hub import hf_hub_download
+    owner, _, rest = source.removeprefix("hub:").partition("/")
+    repo, _, file = rest.partition("/")
+    if not file:
+        die(f"init_from is {source}: it must be hub:OWNER/REPO/FILE")
+    with or_die(f"cannot download {file} of {owner}/{repo}", "connect to the network, or name a path", Exception):
+        return hf_hub_download(f"{owner}/{repo}", file)         # what it raises depends on the HTTP library underneath
+
+
+# the names of [TMM]'s published checkpoints, and ours
+PUBLISHED = [(re.compile(theirs), ours) for theirs, ours in (
+    (r"^tok_emb", "transformer.wte"), (r"^pos_emb", "transformer.wpe"), (r"^final_ln", "transformer.ln_f"),
+    (r"^(vel|m)_tok_emb", "transformer.aux_wte"), (r"^(vel|m)_pos_emb", "transformer.aux_wpe"),
+    (r"^layers\.", "transformer.h."), (r"\.ln_attn\.", ".ln_1."), (r"\.ln_mlp\.", ".ln_2."),
+    (r"\.attn\.qkv_proj\.", ".attn.c_attn."), (r"\.attn\.out_proj\.", ".attn.c_proj."),
+    (r"\.mlp\.w1\.", ".mlp.c_fc."), (r"\.mlp\.w2\.", ".mlp.c_proj."),
+    (r"\.ln_(v|update)_(attn|mlp)\.", r".\2_step.ln."), (r"\.lambda_", ".lam_"),
+    (r"\.(\w+)_(attn|mlp)_raw$", r".\2_step.\1_raw"))]
+
+
+def published(theirs):
+    """(weights by our names, settings) of a state_dict of [TMM]'s authors. The template is the one that has its
+    scalars, and a velocity if its LayerNorms say so. Raises ValueError for other names."""
+    weights, foreign = {}, []
+    for name, t in theirs.items():
+        ours = functools.reduce(lambda name, pair: pair[0].sub(pair[1], name), PUBLISHED, name)
+        weights[ours] = t.view(()) if ours.endswith("_raw") and t.numel() == 1 else t
+        foreign += [name] if ours == name else []
+    if foreign or not weights:
+        raise ValueError(f"names that are not ours, nanoGPT's or the authors': {', '.join(foreign[:4])}")
+    V, C = weights["transformer.wte.weight"].shape
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]       # tied, without a name there
+    scalars = {m[1] for m in map(re.compile(r"transformer\.h\.0\.attn_step\.(\w+)_raw$").match, weights) if m}
+    velocity = any(".ln_v_" in name for name in theirs)
+    fits = [name for name, row in TEMPLATES.items() if {*row.scalars} == scalars and ("v" in row.streams) == velocity]
+    if not fits:
+        raise ValueError(f"no template has the scalars {', '.join(sorted(scalars))}")
+    zero = "embed" in TEMPLATES[fits[0]].streams.values() and "transformer.aux_wte.weight" not in weights
+    if local_rank() == 0:
+        print(f"{fits[0]}, by the names of its tensors; that it has 12 heads no tensor tells: --n_head names others")
+    return weights, dict(
+        template=fits[0], aux_init="zero" if zero else "auto", n_head=12, n_embd=C, vocab_size=V,
+        n_layer=len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")}),
+        block_size=len(weights["transformer.wpe.weight"]), bias=any(name.endswith(".bias") for name in weights))
 
 
 def make_model(cfg, meta, vocab_size=None):
