@@ -2090,6 +2090,7 @@ def test_a_published_checkpoint_becomes_a_run(capsys, monkeypatch):
     torch.save(theirs, "theirs.pt")
     asked = []
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args: asked.append(args) or "theirs.pt")
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda repo, timeout: None)
     hub = "--dataset=text --init_from=hub:some/where/vanilla_ts/best.pt --n_head=4 --device=cpu --eval_sequences=4"
     train_main(monkeypatch, f"{hub} --max_steps=0 --out_dir=run --template=vanilla")
     assert asked == [("some/where", "vanilla_ts/best.pt")] and "12 heads no tensor tells" in capsys.readouterr().out
@@ -2102,8 +2103,10 @@ def test_a_published_checkpoint_becomes_a_run(capsys, monkeypatch):
     assert "names that are not ours, nanoGPT's or the authors': encoder.x)" in start("")
     torch.save({"layers.0.zeta_attn_raw": torch.zeros(1), **theirs}, "theirs.pt")
     assert "no template has the scalars zeta" in start("")
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args: (_ for _ in ()).throw(OSError("offline")))
-    assert "cannot download vanilla_ts/best.pt of some/where (offline): connect" in start("")
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *args, **_: (_ for _ in ()).throw(OSError("offline")))
+    assert "cannot download vanilla_ts/best.pt of some/where (OSError: offline): connect" in start("")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args: "cached.pt")
+    assert T.hub_file("hub:some/where/vanilla_ts/best.pt") == "cached.pt"
 
 
 @slow

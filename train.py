@@ -671,13 +671,19 @@ def read_weights(source):
 
 def hub_file(source):
     """Where hub:OWNER/REPO/FILE of the Hugging Face hub lies in the cache, downloaded if need be."""
-    from huggingface_hub import hf_hub_download
+    import huggingface_hub as hub
     owner, _, rest = source.removeprefix("hub:").partition("/")
     repo, _, file = rest.partition("/")
     if not file:
         die(f"init_from is {source}: it must be hub:OWNER/REPO/FILE")
-    with or_die(f"cannot download {file} of {owner}/{repo}", "connect to the network, or name a path", Exception):
-        return hf_hub_download(f"{owner}/{repo}", file)         # what it raises depends on the HTTP library underneath
+    repo = f"{owner}/{repo}"
+    try:
+        hub.model_info(repo, timeout=10)                        # fails at once, where a download tries for long
+        return hub.hf_hub_download(repo, file)
+    except Exception as e:                                      # its type depends on the HTTP library underneath
+        path = hub.try_to_load_from_cache(repo, file)
+        return path if isinstance(path, str) else die(
+            f"cannot download {file} of {repo} ({reason(e)}): connect to the network, or name a path")
 
 
 # the names of [TMM]'s published checkpoints, and ours
