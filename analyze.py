@@ -245,10 +245,13 @@ class JacobianConfig(DataConfig):
 
 
 def products(f, x):
-    """(V -> J V, V -> J^T V) for f's Jacobian J at x and the columns of V; several at a time where x is small, which
-    adds little to the memory."""
-    columns = lambda product: vmap(product, in_dims=1, out_dims=1, chunk_size=max(1, 2 ** 16 // x.numel()))
-    pullback = vjp(f, x)[1]
+    """(V -> J V, V -> J^T V) for f's Jacobian J at x and the columns of V, float64 to float64, whatever the dtype in
+    which f computes; several at a time where x is small, which adds little to the memory."""
+    place, pullback = "cpu" if x.device.type == "mps" else x.device, vjp(f, x)[1]       # mps has no float64
+
+    def columns(product):
+        many = vmap(product, in_dims=1, out_dims=1, chunk_size=max(1, 2 ** 16 // x.numel()))
+        return lambda V: many(V.to(x)).to(place, torch.float64)
     return (columns(lambda v: jvp(f, (x,), (v.view(x.shape),))[1].flatten()),
             columns(lambda v: pullback(v.view(x.shape))[0].flatten()))
 
@@ -256,11 +259,11 @@ def products(f, x):
 def top_singular_values(f, x, k, iterations, generator, what=""):
     """(values, basis, images): the k largest singular values of f's Jacobian J at x, from below, by a randomized block
     Krylov method, which also separates clustered ones (Musco, Musco, arXiv 1504.05477); its orthonormal basis (n, m)
-    and J^T of that. Memory: 4 (iterations + 1) (k + 10) vectors of x's size, and twice what a backward pass of f
-    keeps."""
+    and J^T of that, in float64: float32 loses orthogonality where the spectrum is spread. Memory: 4 (iterations + 1) (k
+    + 10) float64 vectors of x's size, and twice what a backward pass of f keeps."""
     J, Jt = products(f, x)
-    Q = torch.randn(x.numel(), min(k + 10, x.numel()), dtype=torch.float64, generator=generator).to(x)
-    basis, images = Q[:, :0], Q[:, :0]                          # orthonormal, and J^T of it
+    Q = torch.randn(x.numel(), min(k + 10, x.numel()), dtype=torch.float64, generator=generator)
+    basis = images = J(Q[:, :1])[:, :0]                         # orthonormal, and J^T of it; none as yet
     for _ in progress(range(iterations + 1), what):
         Q = J(Q)[:, :x.numel() - basis.size(1)]
         for _ in range(2):                                      # the second time against rounding
@@ -282,7 +285,10 @@ def squared_norm(f, x, basis, images, probes, generator):
 
 
 def jacobian(run, cfg):
-    """For each block J = dX_{l+1}/dX_l, auxiliary streams held fixed [TMM, 5.3]."""
+    """For each block J = dX_{l+1}/dX_l, auxiliary streams held fixed [TMM, 5.3]. Two things are called sigma_min^eff:
+    sigma_k of the authors' code (k = 64), a direction that is amplified, and the paper's smallest singular value above
+    a cutoff, sigma_min, the weakest gain, which is only there if exact. A persistence is the sum over layers of its
+    log."""
     (idx, _), = read_batches(run, cfg, 1)
     blocks, generator = run.model.transformer.h, torch.Generator().manual_seed(cfg.seed)
     layers, spectra = [], []
@@ -291,26 +297,32 @@ def jacobian(run, cfg):
             die(f"k is {cfg.k}: a Jacobian of {x.numel()} rows has no more singular values than that")
         f = lambda x: block(x, s)[0]
         if cfg.exact:
-            S = torch.linalg.svdvals(jacrev(f)(x).view(x.numel(), x.numel()))
-            square, se, S = (S ** 2).sum().item(), 0.0, S[:cfg.k]
+            S = torch.linalg.svdvals(jacrev(f)(x).view(x.numel(), x.numel()).double())
+            weakest, square, se = S[S > 1e-6 * S[0]][-1].item(), (S ** 2).sum().item(), 0.0
+            S = S[:cfg.k]
         else:
             S, basis, images = top_singular_values(f, x, cfg.k, cfg.iterations, generator, f"layer {i}")
             square, se = squared_norm(f, x, basis, images, cfg.probes, generator)
         S = S.tolist()
-        layers.append(dict(layer=i, sigma_max=S[0], sigma_min_eff=S[-1], spread=S[0] / S[-1],
-                           stable_rank=square / S[0] ** 2, stable_rank_se=se / S[0] ** 2))
+        layers.append(dict(layer=i, sigma_max=S[0], sigma_k=S[-1], spread=S[0] / S[-1],
+                           stable_rank=square / S[0] ** 2, stable_rank_se=se / S[0] ** 2)
+                      | (dict(sigma_min=weakest) if cfg.exact else {}))
         spectra.append(S)
-    persistence = sum(math.log(layer["sigma_min_eff"]) for layer in layers)
-    return dict(persistence=persistence, layers=layers, singular_values=spectra)
+    persistence = {f"persistence_{name}": sum(math.log(layer[f"sigma_{name}"]) for layer in layers)
+                   for name in ("k", "min") if f"sigma_{name}" in layers[0]}
+    return dict(persistence, best_val_loss=run.state.get("best_val_loss"), layers=layers, singular_values=spectra)
 
 
 def draw_jacobian(results):
     k = len(next(iter(results.values()))["singular_values"][0])
-    figure, axes = panels("largest singular value", f"singular value {k}", "stable rank", "spread")
+    figure, axes = panels("largest singular value", f"singular value {k}", "stable rank", "spread",
+                          "best validation loss")
     for name, r in results.items():
-        for ax, key in zip(axes, ("sigma_max", "sigma_min_eff", "stable_rank", "spread")):
+        for ax, key in zip(axes, ("sigma_max", "sigma_k", "stable_rank", "spread")):
             ax.plot([layer[key] for layer in r["layers"]], "o-", markersize=3, label=name)
             ax.set_yscale("log")
+        axes[4].plot(r["persistence_k"], r["best_val_loss"], "o", label=name)
+    axes[4].set_xlabel(f"persistence, the sum of log singular value {k}")
     axes[0].legend()
     return figure
 
@@ -321,8 +333,8 @@ def draw_jacobian(results):
 
 @dataclass
 class SharpnessConfig(BatchConfig):
-    iterations: int = setting(15, "of the power iteration at most", low=1)
-    tolerance: float = setting(1e-3, "relative change of the eigenvalue that ends it", low=0)
+    iterations: int = setting(50, "of Lanczos' method at most; each keeps a copy of the parameters", low=1)
+    tolerance: float = setting(1e-2, "residual, relative to the eigenvalue, that ends it", low=0)
     probes: int = setting(10, "random vectors for the trace", low=1)
     points: int = setting(11, "losses along the slice", low=2)
     radius: float = setting(0.5, "its ends, in units of each tensor's norm", low=0)
@@ -345,20 +357,29 @@ def dot(u, v):
 
 
 def top_eigenvalue(hvp, v, iterations, tolerance):
-    """(the eigenvalue of largest magnitude with its sign, |H v - lambda v|, iterations), by power iteration from v."""
-    value, Hv = math.inf, v
-    for i in progress(range(iterations), "power iteration"):
-        norm = dot(Hv, Hv).sqrt()
-        v = {name: t / norm for name, t in Hv.items()}
-        Hv = hvp(v)
-        old, value = value, dot(v, Hv).item()
-        if abs(value - old) <= tolerance * abs(value):
+    """(the eigenvalue of largest magnitude with its sign, |H y - lambda y| for its unit vector y, iterations), by
+    Lanczos' method from v, with every new vector orthogonalised to all before, twice. Memory: a copy of the parameters
+    for each iteration."""
+    flat = lambda u: torch.cat([t.flatten() for t in u.values()])
+    shaped = lambda u: {name: t.view(v[name].shape) for name, t in zip(v, u.split([t.numel() for t in v.values()]))}
+    basis, T = [flat(v) / flat(v).norm()], torch.zeros(iterations + 1, iterations + 1, dtype=torch.float64)
+    for i in progress(range(iterations), "Lanczos"):
+        w = flat(hvp(shaped(basis[i]))).to(basis[0])            # torch makes 0-dim tangents float64
+        T[i, i] = w @ basis[i]
+        for _ in range(2):
+            for q in basis:
+                w = w - (w @ q) * q
+        T[i, i + 1] = T[i + 1, i] = w.norm()
+        values, vectors = torch.linalg.eigh(T[:i + 1, :i + 1])
+        k = values.abs().argmax()
+        value, residual = values[k].item(), (T[i, i + 1] * vectors[-1, k].abs()).item()
+        if residual <= tolerance * abs(value) or i + 1 == w.numel():
             break
+        basis.append(w / w.norm())
     else:
-        print(f"power iteration: not within the tolerance after {iterations}, see the residual: raise --iterations",
-              file=sys.stderr)
-    residual = {name: Hv[name] - value * v[name] for name in v}
-    return value, dot(residual, residual).sqrt().item(), i + 1
+        print(f"Lanczos: lambda_max is {value:.4g} with a residual of {residual:.2g} after {iterations} iterations, "
+              "more by --iterations", file=sys.stderr)
+    return value, residual, i + 1
 
 
 def trace(hvp, params, probes, generator):
@@ -396,15 +417,20 @@ def sharpness(run, cfg):
     losses = losses_along(random_like(params, generator), steps, loss, params, batches)
     N = run.model.num_params()
     return dict(lambda_max=value, residual=residual, iterations=iterations, trace=tr, trace_se=se,
-                trace_per_parameter=tr / N, parameters=N, slice=dict(steps=steps, losses=losses))
+                trace_per_parameter=tr / N, trace_per_parameter_se=se / N, parameters=N,
+                slice=dict(steps=steps, losses=losses))
 
 
 def draw_sharpness(results):
-    figure, axes = panels("loss along a normalized direction", xlabel="step, in units of each tensor's norm")
-    for name, r in results.items():
-        axes[0].plot(r["slice"]["steps"], r["slice"]["losses"], "o-", markersize=3,
-                     label=f"{name}: eigenvalue {r['lambda_max']:.3g}, trace {r['trace']:.3g}")
-    axes[0].legend(fontsize="small")
+    figure, (left, right) = panels("loss along a normalized direction", "trace / parameters",
+                                   xlabel="step, in units of each tensor's norm")
+    for i, (name, r) in enumerate(results.items()):
+        left.plot(r["slice"]["steps"], r["slice"]["losses"], "o-", markersize=3,
+                  label=f"{name}: eigenvalue {r['lambda_max']:.3g}")
+        right.bar(i, r["trace_per_parameter"], yerr=r["trace_per_parameter_se"], capsize=4)
+    left.legend(fontsize="small")
+    right.set_xticks(range(len(results)), results)
+    right.set_xlabel("")
     return figure
 
 
@@ -511,8 +537,8 @@ def corpora(run, cfg):
     if not names:
         die(f"datasets is '{cfg.datasets}': name at least one")
     losses = {name: loss_on(run, cfg, name) for name in names}
-    losses["mean"] = sum(losses.values()) / len(losses)
-    return {**losses, **{f"{name} ppl": math.exp(loss) if loss < 709 else math.inf for name, loss in losses.items()}}
+    ppl = {f"{name} ppl": math.exp(loss) if loss < 709 else math.inf for name, loss in losses.items()}
+    return losses | dict(mean=statistics.fmean(losses.values())) | ppl | {"mean ppl": statistics.fmean(ppl.values())}
 
 
 def draw_corpora(results):
