@@ -39,7 +39,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from numbers import Real
@@ -177,7 +176,7 @@ def print_table(rows):
         print("  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip())
 
 
-@contextmanager
+@contextlib.contextmanager
 def output(path):
     """write_atomic. Exits (2) if the file cannot be written."""
     errors = OSError, ValueError                                # ValueError: a path without a name
@@ -979,10 +978,8 @@ def choose(tuning):
 def outcome(folder, steps, max_bad_steps):
     """dict(loss, None if it has diverged, curve [[step, val_loss]], seconds) of a run that has ended, else None."""
     rows = []
-    with contextlib.suppress(OSError), open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
-        for line in f:
-            with contextlib.suppress(ValueError):               # half a line of a run that was killed
-                rows.append(json.loads(line))
+    with contextlib.suppress(OSError):
+        rows = [row for row, _ in train.read_log(folder)]
     curve = [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row]
     diverged = len(rows) >= max_bad_steps and all("skipped" in row for row in rows[-max_bad_steps:])
     if not diverged and (not curve or curve[-1][0] < steps):
@@ -1072,13 +1069,14 @@ class Runs:
                 while True:
                     if self.collect():
                         report()
-                    todo = [job for job, ready in self.missing() if ready and job not in self.running | self.failed]
+                    missing = self.missing()
+                    todo = [job for job, ready in missing if ready and job not in self.running | self.failed]
                     free = (job for job in todo if not busy(self.folder(job)))      # not run by another command
                     for job in itertools.islice(free, jobs - len(self.running)):
                         self.begin(job, gpus)
                     if not self.running and not todo:
                         return
-                    bar.set_description_str(self.progress(jobs))
+                    bar.set_description_str(self.progress(missing, jobs))
                     time.sleep(0.5)
             finally:                                            # what was begun goes on from its checkpoint next time
                 for process, _ in self.running.values():
@@ -1086,14 +1084,15 @@ class Runs:
                 for process, _ in self.running.values():
                     process.wait()
 
-    def progress(self, jobs):
-        missing = [job for job, _ in self.missing()]
+    def progress(self, missing, jobs):
         steps = lambda which: sum(self.settings(job)["max_steps"] for job in which)
         pace = sum(r["seconds"] for r in self.results.values()) / max(1, steps(self.results))
-        left = f"{timedelta(seconds=int(pace * steps(missing) / jobs))} left" if pace else "no estimate yet"
+        seconds = pace * steps(job for job, _ in missing) / jobs
+        left = f"{timedelta(seconds=int(seconds))} left" if pace else "no estimate yet"
         return f"{len(self.results)} runs done, {len(missing)} to do, {left}; now {', '.join(map(str, self.running))}"
 
 
+@functools.cache                                                # runs are asked for theirs twice a second
 def case_settings(case):
     """{setting: value} of train.py that TEMPLATE:SETTING=VALUE:... names. Exits (2) for an unknown setting."""
     template, *rest = case.split(":")

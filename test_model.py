@@ -3060,6 +3060,13 @@ def test_probes_write_json_table_and_figure(capsys, monkeypatch):
 
 
 @slow
+def test_figures_are_drawn_whatever_the_backend():
+    pytest.importorskip("matplotlib")
+    code, _, err = run("analyze.py dynamics --steps=2 --out=d", MPLBACKEND="module://matplotlib_inline.backend_inline")
+    assert code == 0 and Path("d.png").read_bytes()[1:4] == b"PNG", err
+
+
+@slow
 def test_analyze_errors_are_one_line(capsys, monkeypatch, tmp_path):
     says = lambda args: refused(capsys, analyze_here, monkeypatch, args)
     assert "no probe: name one of jacobian, sharpness" in says("") and "unknown probe curve:" in says("curve out")

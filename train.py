@@ -472,6 +472,10 @@ def save(path, state):
         torch.save(state, f)
 
 
+def refuse(path, detail):
+    die(f"{path} is not a checkpoint of this project ({detail}): name another file")
+
+
 @contextlib.contextmanager
 def reading(path):
     """Exits (2) if what a file holds is not what the block looks for. No model is built within: whoever has broken
@@ -479,7 +483,7 @@ def reading(path):
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        die(f"{path} is not a checkpoint of this project ({reason(e)}): name another file")
+        refuse(path, reason(e))
 
 
 def read_file(path):
@@ -491,8 +495,7 @@ def read_file(path):
     except OSError as e:
         die(f"cannot read {path} ({e}): name a file that can be read")
     except Exception as e:                                      # whatever a bad file provokes
-        detail = "no tensors and plain values" if isinstance(e, pickle.UnpicklingError) else reason(e)
-        die(f"{path} is not a checkpoint of this project ({detail}): name another file")
+        refuse(path, "no tensors and plain values" if isinstance(e, pickle.UnpicklingError) else reason(e))
     with reading(path):
         return dict(state)
 
@@ -571,9 +574,9 @@ def default_out_dir(argv, template):
     they would do the same, or differ in what a resumed run may change."""
     args = list(split_args(argv))
     recipe = [os.path.splitext(os.path.basename(word))[0] for key, word in args if key is None] or ["demo"]
-    case = [f"{f.name}={dict(args)[f.name]}" for f in fields(TrainConfig)
-            if f.name in dict(args) and (kept(f) or f.name == "init_from" and dict(args)[f.name] != "resume")
-            and f.name != "template"]
+    given = {key: value for key, value in args if key != "template" and (key, value) != ("init_from", "resume")}
+    case = [f"{f.name}={given[f.name]}" for f in fields(TrainConfig)
+            if f.name in given and (kept(f) or f.name == "init_from")]
     return os.path.join("out", re.sub(r"[^\w.=+-]", "_", "-".join([*recipe, template, *case])))
 
 
@@ -728,10 +731,9 @@ def make_model(cfg, meta, vocab_size=None):
     (2) where GPTConfig raises ValueError."""
     settings = {f.name: getattr(cfg, f.name) for f in fields(GPTConfig)}
     settings.update(vocab_size=vocab_size or meta["vocab_size"], tokenizer_size=meta["tokenizer_size"])
-    if cfg.h0 is None and cfg.template in INTEGRATORS:
-        settings["h0"] = cfg.h0_first_order if INTEGRATORS[cfg.template].order == 1 else cfg.h0_second_order
-    elif cfg.h0 is None:
-        settings["h0"] = GPTConfig.h0
+    if cfg.h0 is None:
+        row = INTEGRATORS.get(cfg.template)                     # a residual template has no use for it
+        settings["h0"] = GPTConfig.h0 if row is None else cfg.h0_first_order if row.order == 1 else cfg.h0_second_order
     return GPT(make_settings(GPTConfig, settings))
 
 
@@ -818,18 +820,26 @@ def log(cfg, **row):
         f.write(json.dumps(row) + "\n")
 
 
+def read_log(out_dir):
+    """[(row, its line)] of metrics.jsonl, if there is one, without what a kill has torn."""
+    rows = []
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
+        for line in f:
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    rows.append((row, line.rstrip(b"\n") + b"\n"))
+    return rows
+
+
 def cut_log(cfg, step, evaluated):
     """Drops from metrics.jsonl what is later than a checkpoint of this step, and lines that are torn."""
-    path, kept = os.path.join(cfg.out_dir, "metrics.jsonl"), []
+    path = os.path.join(cfg.out_dir, "metrics.jsonl")
     with or_die(f"cannot write {path}", "free the disk; the file before is intact"):
-        with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
-            for line in f:
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    row = json.loads(line)
-                    if row["step"] < step or row["step"] == step and (evaluated or "val_loss" not in row):
-                        kept.append(line.rstrip(b"\n") + b"\n")
+        lines = [line for row, line in read_log(cfg.out_dir)
+                 if row["step"] < step or row["step"] == step and (evaluated or "val_loss" not in row)]
         with write_atomic(path) as f:
-            f.write(b"".join(kept))
+            f.write(b"".join(lines))
 
 
 def remove_old_run(cfg):

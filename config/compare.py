@@ -1,4 +1,4 @@
-# A small setting to compare templates in: some five minutes a run on one CPU core. See analyze.py compare.
+# A small setting to compare templates in: four minutes and more a run on one CPU core. See analyze.py compare.
 dataset = "kjv"
 
 n_layer = 4

@@ -1,4 +1,4 @@
-# Triple momentum on the bytes of the King James Bible: some three minutes on two CPU cores.
+# Triple momentum on the bytes of the King James Bible: some two minutes on two CPU cores.
 dataset = "kjv"
 
 template = "tmm"
