@@ -7,6 +7,7 @@ Looks into trained runs: the probes of the papers, on any checkpoint of train.py
     sharpness   curvature of the loss in the weights: largest eigenvalue, trace, a slice [TMM, 6.1]
     entropy     how widely the heads of softmax attention look
     scalars     what each layer has learned for its step sizes, momenta, dampings
+    balance     how far adam's, adamw's, rmsprop's preconditioner is from a multiple of the identity [TMM, 5.2]
     forgetting  fine-tunes on another corpus: what it gains there, loses here [TMM, 6.2]
     corpora     loss and perplexity on corpora that the run has not seen
     downstream  tasks of lm-evaluation-harness (needs lm_eval): --tasks=hellaswag,arc_easy
@@ -18,7 +19,8 @@ Looks into trained runs: the probes of the papers, on any checkpoint of train.py
                                                            # integrators, without any training
 
 A run is a folder of train.py (its best.pt is read) or a checkpoint file. Several give one table and one figure. A probe
-writes PROBE.json beside each checkpoint and, but for --plot=false, a PNG (which needs matplotlib).
+writes PROBE.json beside each checkpoint and, but for --plot=false, a PNG (with matplotlib; without it a line says that
+there is none).
 """
 import signal
 
@@ -27,6 +29,7 @@ if __name__ == "__main__":                                      # during the imp
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -53,7 +56,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import train
-from model import (GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, Scalars, Settings, SoftmaxAttention,
+from model import (EPS, GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, Scalars, Settings, SoftmaxAttention,
                    SoftmaxParticles, attention_weights, exp_scores, setting)
 from prepare import (cli, die, load_tokenizer, lock, make_settings, need, or_die, parse_args, read_settings, split_args,
                      write_atomic)
@@ -166,10 +169,10 @@ def mean_se(values):
     return values.mean().item(), (values.std() / math.sqrt(len(values))).item() if len(values) > 1 else math.nan
 
 
-def print_table(rows):
+def print_table(rows, digits=4):
     """[{column: value}] as aligned text, in the order of first appearance."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    cell = lambda v: f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v)
+    cell = lambda v: f"{v:.{digits}g}" if isinstance(v, float) else "" if v is None else str(v)
     table = [columns] + [[cell(row.get(key)) for key in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table)]
     for first, *rest in table:
@@ -194,16 +197,34 @@ def write_json(path, content):
 def pyplot():
     """matplotlib's pyplot, for files. Exits (2) if it is missing."""
     os.environ["MPLBACKEND"] = "agg"                            # that of a notebook may not be there
-    need("matplotlib", "a figure (but for curves --plot=false does without)").use("Agg")
+    need("matplotlib", "a figure").use("Agg")
     from matplotlib import pyplot
     return pyplot
+
+
+def can_draw(plot):
+    """Whether to draw, given --plot: not without matplotlib, which a line then says."""
+    if plot and importlib.util.find_spec("matplotlib") is None:
+        train.warn("no figure will be drawn: pip install matplotlib")
+        return False
+    return plot
+
+
+STYLES = [dict(color=color, linestyle=line, marker=marker) for line, marker, color in zip(
+    ("-", "--", "-.", ":") * 7, "os^vDP" * 5, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
+                                               "#000000") * 4)]   # Okabe and Ito's, and told apart without them
+
+
+def styled(items):
+    """(item, its style) of what one figure compares."""
+    return zip(items, itertools.cycle(STYLES))
 
 
 def label_axes(ax, ylabel, xlabel="layer"):
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.grid(alpha=0.3)
     if xlabel == "layer":
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def panels(*ylabels, xlabel="layer"):
@@ -215,13 +236,15 @@ def panels(*ylabels, xlabel="layer"):
     return figure, axes[0]
 
 
-def draw_bars(ylabel, heights, errors=None):
+def draw_bars(ax, heights, errors=None):
     """For each name in {run: {name: height}} a bar of each run, with its error if {run: {name: error}} is given."""
-    figure, (ax,) = panels(ylabel, xlabel="")
-    pandas.DataFrame(heights).plot.bar(ax=ax, yerr=errors and pandas.DataFrame(errors), width=0.8, rot=0, legend=False)
-    ax.grid(alpha=0.3)                                          # which pandas turned off
-    figure.legend(loc="outside upper center", ncols=6, fontsize="small")
-    return figure
+    width, names = 0.8 / len(heights), list(dict.fromkeys(name for row in heights.values() for name in row))
+    for i, ((run, row), style) in enumerate(styled(heights.items())):
+        at = [names.index(name) + (i - (len(heights) - 1) / 2) * width for name in row]
+        ax.bar(at, row.values(), width, yerr=errors and [errors[run].get(name, 0.0) for name in row], capsize=3,
+               color=style["color"], hatch=("", "//", "..", "xx", "--", "oo")[i % 6], edgecolor="white", label=run)
+    ax.set_xticks(range(len(names)), names)
+    ax.axhline(0, color="black", linewidth=0.8)
 
 
 def save_figure(figure, path):
@@ -256,10 +279,11 @@ def products(f, x):
 
 
 def top_singular_values(f, x, k, iterations, generator, what=""):
-    """(values, basis, images): the k largest singular values of f's Jacobian J at x, from below, by a randomized block
-    Krylov method, which also separates clustered ones (Musco, Musco, arXiv 1504.05477); its orthonormal basis (n, m)
-    and J^T of that, in float64: float32 loses orthogonality where the spectrum is spread. Memory: 4 (iterations + 1) (k
-    + 10) float64 vectors of x's size, and twice what a backward pass of f keeps."""
+    """(values, residuals, basis, images): the k largest singular values of f's Jacobian J at x, from below, by a
+    randomized block Krylov method, which also separates clustered ones (Musco, Musco, arXiv 1504.05477); of each
+    |J v - sigma u|, within which there is a singular value; its orthonormal basis (n, m) and J^T of that, in float64:
+    float32 loses orthogonality where the spectrum is spread. Memory: 4 (iterations + 1) (k + 10) float64 vectors of
+    x's size, and twice what a backward pass of f keeps."""
     J, Jt = products(f, x)
     Q = torch.randn(x.numel(), min(k + 10, x.numel()), dtype=torch.float64, generator=generator)
     basis = images = J(Q[:, :1])[:, :0]                         # orthonormal, and J^T of it; none as yet
@@ -272,7 +296,9 @@ def top_singular_values(f, x, k, iterations, generator, what=""):
         images = torch.cat([images, Q], dim=1)
         if basis.size(1) == x.numel():
             break
-    return torch.linalg.svdvals(images)[:k], basis, images
+    v, S, W = torch.linalg.svd(images, full_matrices=False)     # J^T u = sigma v exactly, for u = basis W
+    residuals = (J(v[:, :k]) - basis @ (W[:k].T * S[:k])).norm(dim=0)
+    return S[:k], residuals, basis, images
 
 
 def squared_norm(f, x, basis, images, probes, generator):
@@ -287,7 +313,7 @@ def jacobian(run, cfg):
     """For each block J = dX_{l+1}/dX_l, auxiliary streams held fixed [TMM, 5.3]. Two things are called sigma_min^eff:
     sigma_k of the authors' code (k = 64), a direction that is amplified, and the paper's smallest singular value above
     a cutoff, sigma_min, the weakest gain, which is only there if exact. A persistence is the sum over layers of its
-    log."""
+    log, persistence_k_residual that of the residuals relative to sigma_k. The singular values are exact if exact."""
     (idx, _), = read_batches(run, cfg, 1)
     blocks, generator = run.model.transformer.h, torch.Generator().manual_seed(cfg.seed)
     layers, spectra = [], []
@@ -298,29 +324,32 @@ def jacobian(run, cfg):
         if cfg.exact:
             S = torch.linalg.svdvals(jacrev(f)(x).view(x.numel(), x.numel()).double())
             weakest, square, se = S[S > 1e-6 * S[0]][-1].item(), (S ** 2).sum().item(), 0.0
-            S = S[:cfg.k]
+            S, residuals = S[:cfg.k], torch.zeros(cfg.k)
         else:
-            S, basis, images = top_singular_values(f, x, cfg.k, cfg.iterations, generator, f"layer {i}")
+            S, residuals, basis, images = top_singular_values(f, x, cfg.k, cfg.iterations, generator, f"layer {i}")
             square, se = squared_norm(f, x, basis, images, cfg.probes, generator)
         S = S.tolist()
-        layers.append(dict(layer=i, sigma_max=S[0], sigma_k=S[-1], spread=S[0] / S[-1],
+        layers.append(dict(layer=i, sigma_max=S[0], sigma_max_residual=residuals[0].item(), sigma_k=S[-1],
+                           sigma_k_residual=residuals[-1].item(), spread=S[0] / S[-1],
                            stable_rank=square / S[0] ** 2, stable_rank_se=se / S[0] ** 2)
                       | (dict(sigma_min=weakest) if cfg.exact else {}))
         spectra.append(S)
     persistence = {f"persistence_{name}": sum(math.log(layer[f"sigma_{name}"]) for layer in layers)
                    for name in ("k", "min") if f"sigma_{name}" in layers[0]}
-    return dict(persistence, best_val_loss=run.state.get("best_val_loss"), layers=layers, singular_values=spectra)
+    persistence["persistence_k_residual"] = sum(layer["sigma_k_residual"] / layer["sigma_k"] for layer in layers)
+    return dict(exact=cfg.exact, **persistence, best_val_loss=run.state.get("best_val_loss"), layers=layers,
+                singular_values=spectra)
 
 
 def draw_jacobian(results):
     k = len(next(iter(results.values()))["singular_values"][0])
     figure, axes = panels("largest singular value", f"singular value {k}", "stable rank", "spread",
                           "best validation loss")
-    for name, r in results.items():
+    for (name, r), style in styled(results.items()):
         for ax, key in zip(axes, ("sigma_max", "sigma_k", "stable_rank", "spread")):
-            ax.plot([layer[key] for layer in r["layers"]], "o-", markersize=3, label=name)
+            ax.plot([layer[key] for layer in r["layers"]], markersize=4, label=name, **style)
             ax.set_yscale("log")
-        axes[4].plot(r["persistence_k"], r["best_val_loss"], "o", label=name)
+        axes[4].plot(r["persistence_k"], r["best_val_loss"], **style)
     axes[4].set_xlabel(f"persistence, the sum of log singular value {k}")
     axes[0].legend()
     return figure
@@ -423,13 +452,14 @@ def sharpness(run, cfg):
 def draw_sharpness(results):
     figure, (left, right) = panels("loss along a normalized direction", "trace / parameters",
                                    xlabel="step, in units of each tensor's norm")
-    for i, (name, r) in enumerate(results.items()):
-        left.plot(r["slice"]["steps"], r["slice"]["losses"], "o-", markersize=3,
+    for (name, r), style in styled(results.items()):
+        left.plot(r["slice"]["steps"], r["slice"]["losses"], markersize=4, **style,
                   label=f"{name}: eigenvalue {r['lambda_max']:.3g}")
-        right.bar(i, r["trace_per_parameter"], yerr=r["trace_per_parameter_se"], capsize=4)
     left.legend(fontsize="small")
-    right.set_xticks(range(len(results)), results)
+    draw_bars(right, *({name: {"": r[key]} for name, r in results.items()}
+                       for key in ("trace_per_parameter", "trace_per_parameter_se")))
     right.set_xlabel("")
+    right.legend(fontsize="small")
     return figure
 
 
@@ -449,37 +479,42 @@ def attention_rows(attn, x):
 
 @torch.no_grad()
 def entropy(run, cfg):
-    """Mean entropy in nats of the rows of each head's attention, over batches and tokens."""
-    attns, config = [block.attn for block in run.model.transformer.h], run.model.config
+    """Mean entropy in nats of the rows of each head's attention, over batches and tokens; standard errors are those
+    over sequences. None without such rows."""
+    attns = [block.attn for block in run.model.transformer.h]
     if not isinstance(attns[0], (SoftmaxAttention, SoftmaxParticles)):
-        die(f"{run.file}: the attention is {config.attention}, only softmax has rows of weights")
-    batches, total = read_batches(run, cfg, cfg.batches), 0.0
+        return None
+    found, batches = [], read_batches(run, cfg, cfg.batches)
     for idx, _ in batches:
         rows = (attention_rows(attn, args[0]) for attn, args in zip(attns, inputs(run.model, attns, idx)))
-        total = total + torch.stack([torch.special.entr(P).sum(-1).mean(dim=(0, 2)) for P in rows])
-    heads, T = (total / len(batches)).tolist(), batches[0][0].size(1)
-    layers = [dict(layer=i, entropy=statistics.mean(row), **{f"head_{h}": u for h, u in enumerate(row)})
-              for i, row in enumerate(heads)]
-    return dict(entropy=statistics.mean(layer["entropy"] for layer in layers),
-                uniform=math.lgamma(T + 1) / T, layers=layers)      # the mean of log 1 ... log T
+        found.append(torch.stack([torch.special.entr(P).sum(-1, dtype=torch.float64).mean(-1) for P in rows]))
+    found, T = torch.cat(found, dim=1), batches[0][0].size(1)   # (layers, sequences, heads)
+    layers = []
+    for i, layer in enumerate(found):
+        mean, se = mean_se(layer.mean(-1).tolist())
+        heads = {f"head_{h}": u for h, u in enumerate(layer.mean(0).tolist())}
+        layers.append(dict(layer=i, entropy=mean, entropy_se=se, **heads))
+    mean, se = mean_se(found.mean(dim=(0, 2)).tolist())
+    uniform = math.lgamma(T + 1) / T                            # the mean of log 1 ... log T
+    return dict(entropy=mean, entropy_se=se, uniform=uniform, layers=layers)
 
 
 def draw_entropy(results):
-    figure, axes = panels("entropy of attention's rows, nats")
-    for i, (name, r) in enumerate(results.items()):
-        axes[0].plot([layer["entropy"] for layer in r["layers"]], "o-", markersize=3, color=f"C{i % 10}", label=name)
+    figure, (ax,) = panels("entropy of attention's rows, nats")
+    for (name, r), style in styled(results.items()):
+        ax.plot([layer["entropy"] for layer in r["layers"]], markersize=4, label=name, **style)
         for layer in r["layers"]:
             heads = [value for key, value in layer.items() if key.startswith("head_")]
-            axes[0].plot([layer["layer"]] * len(heads), heads, ".", color=f"C{i % 10}", alpha=0.35)
+            ax.plot([layer["layer"]] * len(heads), heads, **style | dict(linestyle="", markersize=3, alpha=0.35))
     for uniform in {r["uniform"] for r in results.values()}:
-        axes[0].axhline(uniform, color="grey", linestyle=":", label="uniform")
-    axes[0].ticklabel_format(useOffset=False)
-    axes[0].legend(fontsize="small")
+        ax.axhline(uniform, color="grey", linestyle=":", label="uniform")
+    ax.ticklabel_format(useOffset=False)
+    ax.legend(fontsize="small")
     return figure
 
 
 def scalars(run, cfg):
-    """The learned scalars of every layer, after their transforms."""
+    """The learned scalars of every layer, after their transforms; None if there are none."""
     layers = []
     for i, block in enumerate(run.model.transformer.h):
         row = dict(layer=i)
@@ -487,29 +522,61 @@ def scalars(run, cfg):
             if isinstance(module, Scalars):
                 row.update({f"{kind}.{name}": value.item() for name, value in module.scalars().items()})
         layers.append(row)
-    if len(layers[0]) == 1:
-        die(f"{run.file}: a model of template {run.model.config.template} has no scalars")
-    return dict(layers=layers)
+    return dict(exact=True, layers=layers) if len(layers[0]) > 1 else None
 
 
-def draw_scalars(results):
+def draw_grid(results):
+    """An axes for each quantity of the layers' rows {layer, SUBSTEP.QUANTITY}, with errors where there is a
+    SUBSTEP.QUANTITY_se; in each the style of a run, with filled markers for attention, hollow ones for the MLP."""
     rows = [row for r in results.values() for row in r["layers"]]
-    names = sorted({key.split(".")[1] for row in rows for key in row if key != "layer"})
+    names = sorted({key.split(".")[1] for row in rows for key in row if key != "layer" and not key.endswith("_se")})
     columns = min(4, len(names))
     figure, axes = pyplot().subplots(-(-len(names) // columns), columns, layout="constrained", squeeze=False,
-                                     figsize=(3.2 * columns, 2.8 * -(-len(names) // columns)))
+                                     figsize=(max(6, 3.2 * columns), 0.5 + 2.8 * -(-len(names) // columns)))
     for ax in axes.flat[len(names):]:
         ax.axis("off")
     handles = {}
     for ax, name in zip(axes.flat, names):
         label_axes(ax, name)
-        for i, (run, r) in enumerate(results.items()):
-            for step, style in (("attn", "o-"), ("mlp", "s--")):
-                points = [(row["layer"], row[f"{step}.{name}"]) for row in r["layers"] if f"{step}.{name}" in row]
+        for (run, r), style in styled(results.items()):
+            for step, fill in (("attn", {}), ("mlp", dict(markerfacecolor="white"))):
+                key = f"{step}.{name}"
+                points = [(row["layer"], row[key], row.get(f"{key}_se")) for row in r["layers"] if key in row]
                 if points:
-                    handles[f"{run}, {step}"], = ax.plot(*zip(*points), style, color=f"C{i % 10}", markersize=3)
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=6, fontsize="small")
+                    x, y, se = zip(*points)
+                    handles[f"{run}, {step}"] = ax.errorbar(x, y, yerr=None if None in se else se, markersize=5,
+                                                            capsize=2, **style | fill)
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=4, fontsize="small")
     return figure
+
+
+@torch.no_grad()
+def balance(run, cfg):
+    """How far the diagonal preconditioner P = 1 / (sqrt r + eps) of adam, adamw, rmsprop is from a multiple of the
+    identity, in each layer's two substeps [TMM, 5.2 and app. E]: cv, its coefficient of variation over channels, and
+    cosine, that between N(P u) and N(u), where u is m, in rmsprop g. Means over tokens; standard errors are those over
+    sequences. None for other templates."""
+    template = TEMPLATES.get(run.model.config.template)
+    if template is None or "r" not in template.streams:
+        return None
+    blocks, found = run.model.transformer.h, []
+    steps = [step for block in blocks for step in (block.attn_step, block.mlp_step)]
+    for idx, _ in read_batches(run, cfg, cfg.batches):
+        batch = []
+        for step, (O, x, s, *_) in zip(steps, inputs(run.model, steps, idx)):
+            *m, r = step(O, x, s)[1]
+            P, u = 1 / (r.sqrt() + EPS), m[0] if m else O(x)    # (B, T, C)
+            cosine = F.cosine_similarity(step.ln(P * u), step.ln(u), dim=-1)
+            batch.append(torch.stack([P.std(-1, correction=0) / P.mean(-1), cosine]).double().mean(-1))
+        found.append(torch.stack(batch))
+    found, layers = torch.cat(found, dim=2), []                 # (substeps, 2, sequences)
+    for i in range(len(blocks)):
+        row = dict(layer=i)
+        for kind, values in zip(("attn", "mlp"), found[2 * i:2 * i + 2].tolist()):
+            for name, value in zip(("cv", "cosine"), map(mean_se, values)):
+                row[f"{kind}.{name}"], row[f"{kind}.{name}_se"] = value
+        layers.append(row)
+    return dict(zip(("cv", "cosine"), found.mean(dim=(0, 2)).tolist()), layers=layers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -523,27 +590,44 @@ class CorporaConfig(DataConfig):
     sequences: int = setting(10 ** 9, "at most how many of each; the default is all", low=1)
 
 
-def loss_on(run, cfg, dataset):
-    """Mean loss in nats per token over the first cfg.sequences of a dataset's val.bin, by train.py's evaluation."""
+def losses_on(run, cfg, dataset):
+    """([loss in nats per token], [number of sequences]) of the batches, over the first cfg.sequences of a dataset's
+    val.bin, and whether these are all, by train.py's evaluation."""
     val = open_val(run, cfg, dataset)
     run.model.fused_attention(True)                             # no derivatives here
-    return train.evaluate(run.model, val, cfg.sequences, cfg.batch_size, train.autocast(run.device, "float32"))
+    found = train.batch_losses(run.model, val, cfg.sequences, cfg.batch_size, train.autocast(run.device, "float32"))
+    losses, counts = np.array(found, dtype=np.float64).T
+    return losses, counts, cfg.sequences >= val.blocks
+
+
+def batch_mean(losses, counts, whole):
+    """(mean, its standard error by the spread of the batches: 0 if they are the whole)."""
+    mean = np.average(losses, weights=counts)
+    if whole or len(losses) < 2:
+        return float(mean), 0.0 if whole else math.nan
+    variance = counts @ (losses - mean) ** 2 / (len(losses) - 1) / counts.sum()
+    return float(mean), math.sqrt(variance)
 
 
 def corpora(run, cfg):
-    """Zero-shot loss and perplexity on other corpora [TMM, 6], over the whole blocks of their val.bin."""
+    """Zero-shot loss and perplexity on other corpora [TMM, 6.2], over the whole blocks of their val.bin: exact for the
+    file, with a standard error if fewer sequences are read."""
     names = [name for name in comma_separated(cfg.datasets) if name]
     if not names:
         die(f"datasets is '{cfg.datasets}': name at least one")
-    losses = {name: loss_on(run, cfg, name) for name in names}
-    ppl = {f"{name} ppl": math.exp(loss) if loss < 709 else math.inf for name, loss in losses.items()}
-    return losses | dict(mean=statistics.fmean(losses.values())) | ppl | {"mean ppl": statistics.fmean(ppl.values())}
+    losses = {name: batch_mean(*losses_on(run, cfg, name)) for name in names}
+    ppl = {f"{name} ppl": math.exp(loss) if loss < 709 else math.inf for name, (loss, _) in losses.items()}
+    return ({name: loss for name, (loss, _) in losses.items()} | {f"{name} se": se for name, (_, se) in losses.items()}
+            | dict(mean=statistics.fmean(loss for loss, _ in losses.values()))
+            | ppl | {"mean ppl": statistics.fmean(ppl.values())})
 
 
 def draw_corpora(results):
-    losses = {run: {name: loss for name, loss in r.items() if not name.endswith(" ppl")} for run, r in results.items()}
-    figure = draw_bars("loss, nats per token", losses)
-    figure.axes[0].set_ylim(bottom=0.9 * min(loss for row in losses.values() for loss in row.values()))
+    figure, (ax,) = panels("loss, nats per token", xlabel="")
+    names = [name for name in next(iter(results.values())) if f"{name} se" in next(iter(results.values()))]
+    draw_bars(ax, *({run: {name: r[name + end] for name in names} for run, r in results.items()}
+                    for end in ("", " se")))
+    ax.legend(fontsize="small", loc="lower right")
     return figure
 
 
@@ -559,10 +643,11 @@ class ForgettingConfig(DataConfig):
 
 def forgetting(run, cfg):
     """Fine-tunes by train.py on the target: forgetting = source loss after - before, plasticity = target loss before -
-    after [TMM, 6.2 and app. H]. The fine-tuned run is left in forgetting-TARGET beside the checkpoint."""
+    after [TMM, 6.2 and app. H], over the same sequences. The fine-tuned run is left in forgetting-TARGET beside the
+    checkpoint."""
     datasets = cfg.source or run.state["config"]["dataset"], cfg.target
     out = os.path.join(os.path.dirname(run.file) or ".", f"forgetting-{cfg.target}")
-    before = [loss_on(run, cfg, name) for name in datasets]
+    before = [losses_on(run, cfg, name) for name in datasets]
     settings = dict(
         init_from=run.file, out_dir=out, overwrite=True, dataset=cfg.target, data_dir=cfg.data_dir, optimizer="adamw",
         learning_rate=1e-4, scalar_lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.01, warmup_steps=50,
@@ -575,15 +660,19 @@ def forgetting(run, cfg):
     tuned = load(os.path.join(out, "last.pt"), cfg)
     if tuned.state["step"] < cfg.max_steps:
         die(f"fine-tuning stopped at step {tuned.state['step']} of {cfg.max_steps}: no result")
-    after = [loss_on(tuned, cfg, name) for name in datasets]
-    return dict(forgetting=after[0] - before[0], plasticity=before[1] - after[1], source_before=before[0],
-                source_after=after[0], target_before=before[1], target_after=after[1])
+    result = {}
+    for name, old, sign, gain in zip(("source", "target"), before, (1, -1), ("forgetting", "plasticity")):
+        losses, counts, whole = losses_on(tuned, cfg, datasets[name == "target"])
+        result[gain], result[f"{gain}_se"] = batch_mean(sign * (losses - old[0]), counts, whole)
+        result[f"{name}_before"], result[f"{name}_after"] = batch_mean(*old)[0], batch_mean(losses, counts, whole)[0]
+    return result
 
 
 def draw_forgetting(results):
     figure, axes = panels("forgetting (source loss gained), nats", xlabel="plasticity (target loss lost), nats")
-    for name, r in results.items():
-        axes[0].plot(r["plasticity"], r["forgetting"], "o", label=name)
+    for (name, r), style in styled(results.items()):
+        axes[0].errorbar(r["plasticity"], r["forgetting"], xerr=r["plasticity_se"], yerr=r["forgetting_se"], label=name,
+                         **style | dict(linestyle=""))
     axes[0].legend()
     return figure
 
@@ -748,12 +837,20 @@ def downstream(run, cfg):
 
 
 def draw_downstream(results):
-    heights, errors = {}, {}
+    """An axes for the accuracies, acc_norm where a task has it, and one for each metric of the other tasks."""
+    heights, errors = {}, {}                                    # {metric: {run: {task: value}}}
     for run, r in results.items():
-        metric = {task: "acc_norm" if "acc_norm" in row else next(iter(row), "") for task, row in r.items()}
-        heights[run] = {task: row.get(metric[task], math.nan) for task, row in r.items()}
-        errors[run] = {task: row.get(f"{metric[task]}_stderr", 0.0) for task, row in r.items()}
-    return draw_bars("acc_norm, else the first metric", heights, errors)
+        for task, row in r.items():
+            metric = next((name for name in ("acc_norm", "acc", *row) if name in row), None)
+            kind = "accuracy" if metric in ("acc_norm", "acc") else metric
+            if metric:
+                heights.setdefault(kind, {}).setdefault(run, {})[f"{task} {metric}"] = row[metric]
+                errors.setdefault(kind, {}).setdefault(run, {})[f"{task} {metric}"] = row.get(f"{metric}_stderr", 0.0)
+    figure, axes = panels(*heights or ["no metric"], xlabel="")
+    for ax, kind in zip(axes, heights):
+        draw_bars(ax, heights[kind], errors[kind])
+        ax.legend(fontsize="small")
+    return figure
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -782,21 +879,33 @@ def read_metrics(folder):
 
 
 def curves(folders, cfg):
-    """Loss curves of several runs, and below them the schedule of their rates, to one PNG."""
-    plt, tables = pyplot(), {folder: read_metrics(folder) for folder in folders}
-    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained")
+    """Loss curves of several runs, and below them the schedule of their rates, to one PNG; a table of the ends."""
+    tables, rows = {folder: read_metrics(folder) for folder in folders}, []
+    for folder, table in tables.items():
+        val = table["val_loss"].dropna()
+        rows.append(dict(run=os.path.basename(os.path.normpath(folder)), steps=int(table.index.max()),
+                         **dict(best=val.min(), best_step=int(val.idxmin()), last=val.iloc[-1]) if len(val) else {}))
+    print_table(rows, 5)
+    if not can_draw(True):
+        return
+    figure, (top, bottom) = pyplot().subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1),
+                                              layout="constrained")
     label_axes(top, "loss, nats per token", xlabel="")
     label_axes(bottom, "rate", xlabel="step")
-    styles, groups = dict(matrices="-", embeddings="--", norms=":", scalars="-."), {}
-    for i, (folder, table) in enumerate(tables.items()):
-        name, color = os.path.basename(os.path.normpath(folder)), f"C{i % 10}"
-        top.plot(table["train_loss"].dropna(), color=color, alpha=0.35, linewidth=1)
-        best = table["val_loss"].min()
-        top.plot(table["val_loss"].dropna(), "o-", color=color, markersize=3, label=f"{name}, best {best:.4f}")
+    lines, groups, scale = dict(matrices="-", embeddings="--", norms=":", scalars="-."), {}, []
+    for (row, table), style in styled(zip(rows, tables.values())):
+        top.plot(table["train_loss"].dropna(), alpha=0.35, linewidth=1, color=style["color"])
+        val = table["val_loss"].dropna()
+        top.plot(val, markersize=4, markevery=max(1, len(val) // 15), **style,
+                 label=row["run"] + (f", best {row['best']:.4f}" if "best" in row else ""))
+        scale += val[val.index > val.index.min()].tolist()      # not the loss before the first step
         for key, rates in table.filter(like="lr.").items():
             group = key.removeprefix("lr.")
-            line, = bottom.plot(rates.dropna(), styles.get(group, "-"), color=color, linewidth=1)
+            line, = bottom.plot(rates.dropna(), linestyle=lines.get(group, "-"), color=style["color"], linewidth=1)
             groups.setdefault(group, line)
+    if scale:
+        margin = 0.05 * (max(scale) - min(scale)) or 0.1
+        top.set_ylim(min(scale) - margin, max(scale) + margin)
     top.legend(title="validation (train: pale)")
     bottom.set_yscale("log")
     bottom.legend(groups.values(), groups, ncols=4, fontsize="small")
@@ -920,7 +1029,8 @@ def speed(cfg):
         for row, (times, ratios) in zip(rows, interleaved(steppers, kind, cfg.repeats) if tokens else ()):
             seconds = statistics.median(times)
             row.update({f"{kind}_ms": round(1e3 * seconds, 3), f"{kind}_tokens_per_second": round(tokens / seconds, 1),
-                        f"{kind}_ratio": round(statistics.median(ratios), 3)})
+                        f"{kind}_ratio": round(statistics.median(ratios), 3),
+                        f"{kind}_ratio_se": round(1.25 * mean_se(ratios)[1], 3)})      # a median's, about
     print(f"{steppers[0].device}, {torch.get_num_threads()} threads, {cfg.dtype}, "
           f"{'compiled' if cfg.compile else 'eager'}; {cfg.attention} attention, {cfg.n_layer} layers, "
           f"{cfg.n_head} heads, {cfg.n_embd} channels, {cfg.batch_size} x {cfg.block_size} tokens"
@@ -1242,11 +1352,6 @@ def compare_md(cases, base, failed):
     return text + "".join(f"\nFailed: {job}: {why}\n" for job, why in failed.items())
 
 
-STYLES = [dict(color=color, linestyle=line, marker=marker) for line, marker, color in zip(
-    ("-", "--", "-.", ":") * 7, "os^vDP" * 5, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
-                                               "#000000") * 4)]   # Okabe and Ito's, and told apart without them
-
-
 def draw_compare(cases, tokens):
     """Left the differences to the reference at the end, sorted; right over the tokens. tokens: of a step."""
     reference, *others = cases
@@ -1258,7 +1363,7 @@ def draw_compare(cases, tokens):
     label_axes(right, f"loss minus that of {reference}", xlabel="tokens")
     left.axvline(0, color="black", linewidth=1)
     right.axhline(0, color="black", linewidth=1)
-    for i, (case, style) in enumerate(zip(others, itertools.cycle(STYLES))):
+    for i, (case, style) in enumerate(styled(others)):
         d, curve = cases[case]["difference"], cases[case]["curve"]
         left.errorbar(d["mean"], i, xerr=d["half"], capsize=3, color=style["color"], marker=style["marker"])
         x, mean = [step * tokens for step, *_ in curve], [m for _, m, _ in curve]
@@ -1299,8 +1404,7 @@ def compare(argv):
     base = {f.name: values.pop(f.name, f.default) for f in fields(train.TrainConfig)}
     cfg = make_settings(CompareConfig, values)
     path = os.path.join(cfg.out, "compare.json")
-    if cfg.plot:
-        pyplot()                                                # missing? then say so before the work
+    plot = can_draw(cfg.plot)
     former = read_former(path, base)
     seeds = dict.fromkeys(comma_separated(cfg.cases), cfg.seeds)
     seeds |= {case: max(row["seeds"], seeds.get(case, 0)) for case, row in former["cases"].items()}
@@ -1331,7 +1435,7 @@ def compare(argv):
     cases = report()
     print_table(comparison_rows(cases))
     print(f"wrote {path} and .md")
-    if cfg.plot:
+    if plot:
         save_figure(draw_compare(cases, base["step_sequences"] * base["block_size"]), path.replace(".json", ".png"))
 
 
@@ -1358,8 +1462,8 @@ class DynamicsConfig(Settings):
     dim: int = setting(8, "their dimension", low=2)
     h: float = setting(0.1, "step size", low=1e-6)
     steps: int = setting(250, "steps", low=1)
-    r: float = setting(3.0, "damping r/t + m", low=0)
-    m: float = setting(0.1, "damping r/t + m", low=0)
+    r: float = setting(3.0, "damping r/t + m: --m=0 for r/t alone", low=0)
+    m: float = setting(0.1, "damping r/t + m: --r=0 for a constant one", low=0)
     seed: int = setting(0, "of the particles", low=0, high=2 ** 63)
     plot: bool = setting(True, "draw a PNG")
     out: str = setting("dynamics", "files: .json and .png")
@@ -1402,79 +1506,111 @@ def sphere(X):
 
 
 @torch.no_grad()
-def particles(cfg):
-    """(attention without a mask, the energy of positions X): with softmax -(1/2n^2) sum_ij exp(x_i^T A x_j), A = I /
-    dim, with linear -(1/2n) sum_i x_i^T V x_i, V = diag(1 .. dim) / dim."""
-    softmax = cfg.kernel == "softmax"
-    options = dict(symp_force="hamiltonian", symp_b="identity") if softmax else {}
-    config = GPTConfig(template="presymp_euler", attention=cfg.kernel, n_embd=cfg.dim, n_head=1, **options)
-    attn = PARTICLES[cfg.kernel](config, with_force=True).double()
+def particles(kernel, V):
+    """(attention without a mask, the energy of positions X (1, n, C)): with softmax -(1/2n^2) sum_ij exp(x_i^T A x_j),
+    A = I / C; with linear -(1/2n) sum_i x_i^T V x_i, A = I / C."""
+    C = len(V)
+    options = dict(symp_force="hamiltonian", symp_b="identity") if kernel == "softmax" else {}
+    config = GPTConfig(template="presymp_euler", attention=kernel, n_embd=C, n_head=1, **options)
+    attn, I = PARTICLES[kernel](config, with_force=True).double(), torch.eye(C, dtype=torch.float64)
     attn.causal = False
-    I = torch.eye(cfg.dim, dtype=torch.float64)
-    V = torch.diag(torch.arange(1, cfg.dim + 1, dtype=torch.float64) / cfg.dim)
-    if softmax:
-        attn.c_attn.weight.copy_(torch.cat([I / math.sqrt(cfg.dim), I]))      # times the scale 1 / sqrt(dim)
-        return attn, lambda X: -torch.exp(X @ X.mT / cfg.dim).mean().item() / 2
-    attn.c_a.weight.copy_(I / cfg.dim)
+    if kernel == "softmax":
+        attn.c_attn.weight.copy_(torch.cat([I / math.sqrt(C), I]))      # times the scale 1 / sqrt(C)
+        return attn, lambda X: -torch.exp(X @ X.mT / C).mean().item() / 2
+    attn.c_a.weight.copy_(I / C)
     attn.c_v.weight.copy_(V)
     return attn, lambda X: -(X @ V * X).sum(-1).mean().item() / 2
 
 
 @torch.no_grad()
-def descent(name, attn, energy, X, cfg):
-    """The energies, one more than steps, of particles from rest at X under an integrator, or for "first order" under
-    X' = X + h G(0). Positions return to the sphere after each step, and momenta to its tangents."""
+def flow(name, attn, X, cfg, on_sphere=True):
+    """The positions, one more than steps, of particles from rest at X under an integrator; "first order" is attention
+    itself, X' = X + h F(G) with the force G of particles at rest. On the sphere positions return to it after each step,
+    and momenta to its tangents."""
     h, r, m, t = (torch.tensor(value, dtype=torch.float64) for value in (cfg.h, cfg.r, cfg.m, 1.0))
-    Y, past, energies = torch.zeros_like(X), None, [energy(X)]
+    Y, past = torch.zeros_like(X), None
+    yield X
     for _ in range(cfg.steps):
         velocity, force = attn(X)
         if name == "first order":
-            v = force(Y)                                        # at Y = 0
+            v = velocity(force(Y))                              # at Y = 0
         else:
             damping = dict(a=1 - h * (r / t + m), damping_r=r, damping_m=m)
             damping = {key: value for key, value in damping.items() if key in INTEGRATORS[name].scalars}
             v, Y, past = INTEGRATORS[name].step(velocity, force, Y, t, past, h, h, **damping)
-        X, t = sphere(X + h * v), t + h
-        Y = Y - X * (X * Y).mean(-1, keepdim=True)
-        energies.append(energy(X))
-    return energies
+        X, t = X + h * v, t + h
+        if on_sphere:
+            X = sphere(X)
+            Y = Y - X * (X * Y).mean(-1, keepdim=True)
+        yield X
 
 
 def particle_energies(cfg):
-    """{integrator or 'first order': energies} of particles that begin at random on the sphere of radius sqrt(dim)."""
-    generator, (attn, energy) = torch.Generator().manual_seed(cfg.seed), particles(cfg)
+    """{integrator or 'first order': energies} of particles that begin at random on the sphere of radius sqrt(dim), with
+    V = diag(1 .. dim) / dim."""
+    generator = torch.Generator().manual_seed(cfg.seed)
+    attn, energy = particles(cfg.kernel, torch.diag(torch.arange(1, cfg.dim + 1, dtype=torch.float64) / cfg.dim))
     X = sphere(torch.randn(1, cfg.particles, cfg.dim, dtype=torch.float64, generator=generator))
-    return {name: descent(name, attn, energy, X, cfg) for name in ("first order", *INTEGRATORS)}
+    return {name: [energy(X) for X in flow(name, attn, X, cfg)] for name in ("first order", *INTEGRATORS)}
 
 
-def draw_dynamics(rates, energies, cfg):
-    figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(15, 4), layout="constrained")
-    label_axes(left, f"measured rate ^ layer, condition number {cfg.kappa:g}")
-    label_axes(middle, f"energy of {cfg.particles} particles, {cfg.kernel} kernel", "time")
-    label_axes(right, "energy", "evaluations of the kernel")
-    left.set_yscale("log")
-    for row in rates:
+def gaussians(cfg):
+    """{flow: [(time, positions (n, 2), their covariance, affine)]} of linear attention's particles in the plane, from a
+    Gaussian, under V = -diag(1, 1/4): positions stay an affine image of the first ones [SYMP, 4.2], here a linear one
+    as their mean is 0; affine is the largest distance to it, rounding."""
+    generator = torch.Generator().manual_seed(cfg.seed)
+    attn, _ = particles("linear", -torch.diag(torch.tensor([1.0, 0.25], dtype=torch.float64)))
+    first = torch.randn(cfg.particles, 2, dtype=torch.float64, generator=generator)
+    first = (first - first.mean(0)) @ first.new_tensor([[0.6, 0.8], [-0.8 / 3, 0.6 / 3]])   # deviations 1, 1/3, turned
+    found = {}
+    for name in ("first order", "conformal_euler"):
+        path = itertools.islice(flow(name, attn, first[None], cfg, on_sphere=False), 0, None, max(1, cfg.steps // 4))
+        images = [(X, first @ torch.linalg.lstsq(first, X).solution) for X, in path]
+        found[name] = [(i * max(1, cfg.steps // 4) * cfg.h, X, X.T @ X / len(X), (X - image).abs().max().item())
+                       for i, (X, image) in enumerate(images)]
+    return found
+
+
+def draw_dynamics(rates, energies, pictures, cfg):
+    figure, axes = panels(f"measured rate ^ layer, condition number {cfg.kappa:g}",
+                          f"energy of {cfg.particles} particles, {cfg.kernel} kernel", *["x2"] * len(pictures))
+    axes[0].set_yscale("log")
+    for row, style in styled(rates):
         label = f"{row['template']}: {row['measured']:.4f} = {row['formula']}"
-        dashed = row["template"] in ("yurii", "tmm")            # with mu = 0 they lie on hb's line
-        left.plot([row["measured"] ** k for k in range(100)], "--" if dashed else "-", label=label)
-    for name, e in energies.items():
-        middle.plot([i * cfg.h for i in range(len(e))], e, label=name)
-        right.plot(e, label=name)
-    for ax in (left, middle, right):
+        axes[0].plot([row["measured"] ** k for k in range(100)], label=label, markevery=20, **style)
+    axes[1].set_xlabel(f"evaluations of the kernel, one a step of {cfg.h:g}")
+    for (name, e), style in styled(energies.items()):
+        axes[1].plot(e, label=name, markevery=max(1, len(e) // 8), **style)
+    turns = torch.linspace(0, 2 * math.pi, 100, dtype=torch.float64)
+    circle = 2 * torch.stack([turns.cos(), turns.sin()])        # two standard deviations
+    for ax, (name, picture) in zip(axes[2:], pictures.items()):
+        ax.set(xlabel="x1", title=f"{name}, linear kernel", aspect="equal")
+        for (time_, X, covariance, _), style in styled(picture):
+            values, vectors = torch.linalg.eigh(covariance)
+            ax.plot(*(vectors * values.clamp(min=0).sqrt() @ circle), label=f"t = {time_:.3g}",
+                    **style | dict(marker=""))
+            ax.plot(*X.T, **style | dict(linestyle="", markersize=2))
+    for ax in axes:
         ax.legend(fontsize="x-small")
     return figure
 
 
 def dynamics(cfg):
-    """The theory without training: contraction of the templates on a quadratic energy, energies of the integrators."""
-    rates, energies = contraction_rates(cfg.kappa), particle_energies(cfg)
+    """The theory without training: contraction of the templates on a quadratic energy, energies of the integrators,
+    Gaussians under linear attention."""
+    rates, energies, pictures = contraction_rates(cfg.kappa), particle_energies(cfg), gaussians(cfg)
     print_table(rates)
     print()
     marks = sorted({0, cfg.steps // 10, cfg.steps // 2, cfg.steps})
     print_table([dict(dynamics=name, **{f"energy after {n}": e[n] for n in marks}) for name, e in energies.items()])
-    write_json(f"{cfg.out}.json", dict(probe="dynamics", settings=asdict(cfg), rates=rates, energies=energies))
-    if cfg.plot:
-        save_figure(draw_dynamics(rates, energies, cfg), f"{cfg.out}.png")
+    print()
+    rows = [dict(gaussian=name, time=time_, var_1=C[0, 0].item(), var_2=C[1, 1].item(), cov=C[0, 1].item(),
+                 not_affine=affine) for name, picture in pictures.items() for time_, _, C, affine in picture]
+    print_table(rows)
+    write_json(f"{cfg.out}.json", dict(probe="dynamics", settings=asdict(cfg), rates=rates, energies=energies,
+                                       gaussians=rows))
+    if can_draw(cfg.plot):
+        save_figure(draw_dynamics(rates, energies, pictures, cfg), f"{cfg.out}.png")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1482,20 +1618,23 @@ def dynamics(cfg):
 
 
 class Probe(NamedTuple):
-    """What `python analyze.py NAME` runs. If it reads checkpoints, run(Run, cfg) gives the result for one of them and
-    draw({label: result}) the figure of all. Others print and write by themselves: what reads nothing is run(cfg), what
-    reads folders run(words of the command line, cfg), what reads the settings of train.py run(command line)."""
+    """What `python analyze.py NAME` runs. If it reads checkpoints, run(Run, cfg) gives the result for one of them, None
+    if it says nothing about it, and draw({label: result}) the figure of all. Others print and write by themselves: what
+    reads nothing is run(cfg), what reads folders run(words of the command line, cfg), what reads the settings of
+    train.py run(command line)."""
     run: Callable
     config: type
     draw: Optional[Callable] = None
     reads: str = "checkpoints"
+    digits: int = 4                                             # of its tables
 
 
 PROBES = {
     "jacobian": Probe(jacobian, JacobianConfig, draw_jacobian),
     "sharpness": Probe(sharpness, SharpnessConfig, draw_sharpness),
-    "entropy": Probe(entropy, BatchConfig, draw_entropy),
-    "scalars": Probe(scalars, ProbeConfig, draw_scalars),
+    "entropy": Probe(entropy, BatchConfig, draw_entropy, digits=7),
+    "scalars": Probe(scalars, ProbeConfig, draw_grid),
+    "balance": Probe(balance, BatchConfig, draw_grid),
     "forgetting": Probe(forgetting, ForgettingConfig, draw_forgetting),
     "corpora": Probe(corpora, CorporaConfig, draw_corpora),
     "downstream": Probe(downstream, DownstreamConfig, draw_downstream),
@@ -1515,36 +1654,42 @@ def numbers(result):
     return row
 
 
-def print_results(results):
+def print_results(results, digits):
     """{label: result} as tables: the layers of each, then a row for each."""
     for label, result in results.items():
         if "layers" in result:
             print(label)
-            print_table(result["layers"])
+            print_table(result["layers"], digits)
             print()
     rows = [dict(run=label, **numbers(result)) for label, result in results.items()]
     if len(rows[0]) > 1:
-        print_table(rows)
+        print_table(rows, digits)
 
 
 def read_checkpoints(name, paths, cfg):
     """A probe on each checkpoint: PROBE.json beside it, a table, a figure of all."""
-    probe, results = PROBES[name], {}
-    if cfg.plot:
-        pyplot()                                                # missing? then say so before the work
+    probe, results, plot = PROBES[name], {}, can_draw(cfg.plot)
     files = [checkpoint_file(path, cfg) for path in paths]
     labels = [os.path.basename(os.path.dirname(os.path.abspath(file))) for file in files]
     labels = labels if len(set(labels)) == len(labels) else files
     for file, label in zip(files, labels):
         run = load(file, cfg)
-        results[label] = probe.run(run, cfg)
+        result = probe.run(run, cfg)
+        if result is None:
+            config = run.model.config
+            train.warn(f"{name} says nothing about {file}, of template {config.template} with {config.attention} "
+                       "attention")
+            continue
+        results[label] = result
         folder, base = os.path.split(file)
         stem = os.path.splitext(base)[0]
         write_json(os.path.join(folder, f"{name}.json" if stem == "best" else f"{name}-{stem}.json"), dict(
             probe=name, checkpoint=file, step=run.state["step"], model=run.state["model_config"], settings=asdict(cfg),
-            results=results[label]))
-    print_results(results)
-    if cfg.plot:
+            results=result))
+    if not results:
+        die(f"{name} applies to none of these runs: name others")
+    print_results(results, probe.digits)
+    if plot:
         save_figure(probe.draw(results), cfg.figure or os.path.join(os.path.dirname(files[0]), f"{name}.png"))
 
 

@@ -2245,8 +2245,10 @@ def test_randomized_singular_values_of_a_known_matrix():
                    torch.cat([torch.ones(9), torch.zeros(51)])):    # spread, clustered, of low rank
         J = U @ torch.diag(values.double()) @ V.T
         for k, iterations in ((4, 3), (20, 9)):                 # the second fills the space
-            found, basis, images = A.top_singular_values(f, torch.randn(5, 12).double(), k, iterations,
-                                                         torch.Generator().manual_seed(0))
+            found, residuals, basis, images = A.top_singular_values(f, torch.randn(5, 12).double(), k, iterations,
+                                                                    torch.Generator().manual_seed(0))
+            assert (values.double() - found[:, None]).abs().min(dim=1).values.le(residuals + 1e-9).all()
+            assert iterations == 3 or residuals.max() < 1e-9
             assert torch.allclose(found, values[:k].double(), rtol=2e-4, atol=1e-9)
             assert torch.allclose(basis.T @ basis, torch.eye(basis.size(1)).double(), atol=1e-9)
             assert torch.allclose(images, J.T @ basis, atol=1e-9)
@@ -2275,13 +2277,15 @@ def test_jacobian_probe_against_the_full_jacobian(template):
         J = torch.autograd.functional.jacobian(lambda u: block(u, s)[0], x, vectorize=True).view(96, 96)
         S = torch.linalg.svdvals(J)
         assert spectrum == pytest.approx(S[:5].tolist(), rel=1e-3)
+        assert (S - layer["sigma_k"]).abs().min() <= layer["sigma_k_residual"] < 0.1 * layer["sigma_k"]
         assert layer["sigma_max"] == pytest.approx(S[0].item(), rel=1e-4)
         stable = ((S ** 2).sum() / S[0] ** 2).item()
         assert abs(layer["stable_rank"] - stable) < 5 * layer["stable_rank_se"] + 1e-3 * stable
         persistence += math.log(S[4])
     assert found["persistence_k"] == pytest.approx(persistence, abs=5e-3) and "persistence_min" not in found
+    assert abs(found["persistence_k"] - persistence) < found["persistence_k_residual"] and not found["exact"]
     exact = A.jacobian(probed(model), A.JacobianConfig(k=5, exact=True))
-    assert exact["layers"][1]["stable_rank"] == pytest.approx(stable, rel=1e-9)
+    assert exact["layers"][1]["stable_rank"] == pytest.approx(stable, rel=1e-9) and exact["exact"]
     assert exact["layers"][1]["sigma_min"] == pytest.approx(S[S > 1e-6 * S[0]][-1].item(), rel=1e-6)
     assert exact["persistence_min"] == pytest.approx(sum(math.log(row["sigma_min"]) for row in exact["layers"]))
 
@@ -2290,7 +2294,7 @@ def test_jacobian_probe_against_the_full_jacobian(template):
 def test_a_spread_spectrum_in_float32():
     U, V = (torch.linalg.qr(torch.randn(256, 256).double()).Q for _ in range(2))
     J = (U @ torch.diag(torch.cat([torch.tensor([1e5]), torch.ones(255)]).double()) @ V.T).float()
-    found, basis, _ = A.top_singular_values(lambda x: (J @ x.flatten()).view_as(x), torch.randn(16, 16), 32, 4,
+    found, _, basis, _ = A.top_singular_values(lambda x: (J @ x.flatten()).view_as(x), torch.randn(16, 16), 32, 4,
                                             torch.Generator().manual_seed(0))
     assert found[0].item() == pytest.approx(1e5, rel=1e-6) and found[1:].tolist() == pytest.approx([1.0] * 31, rel=0.05)
     assert torch.allclose(basis.T @ basis, torch.eye(basis.size(1)).double(), atol=1e-12)
@@ -2367,7 +2371,7 @@ def test_sharpness_slice_is_normalized():
 
 @slow
 @pytest.mark.parametrize("template", ["vanilla", "tmm", "presymp_euler"])
-def test_entropy_of_uniform_and_of_explicit_attention(template):
+def test_entropy_of_uniform_and_of_explicit_attention(template, capsys):
     corpus()
     model = tiny(template, vocab_size=320, block_size=12).double().eval()
     cfg, run = A.BatchConfig(batch_size=2, batches=2), probed(model)
@@ -2375,20 +2379,26 @@ def test_entropy_of_uniform_and_of_explicit_attention(template):
     block, seen = model.transformer.h[1], []
     block.attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model(idx)
-    x, total, D = seen[0], [], 8
+    x, total, D, each = seen[0], [], 8, []
     for h in range(4):
         q, k = (x @ w.T for w in block.attn.c_attn.weight[:64].split(32))
         c = slice(8 * h, 8 * h + 8) if template in TEMPLATES else slice(None)
         s = q[..., c] @ k[..., c].mT / math.sqrt(D) / (1 if template in TEMPLATES else 4)
         rows = [torch.softmax(s[:, i, :i + 1], dim=-1) for i in range(12)]
-        total.append(torch.stack([-(P * P.log()).sum(-1) for P in rows]).mean().item())
+        each.append(torch.stack([-(P * P.log()).sum(-1) for P in rows]).mean(0))        # of each sequence
+        total.append(each[-1].mean().item())
     layer = found["layers"][1]
-    assert [v for k, v in layer.items() if k.startswith("head_")] == pytest.approx(total[:len(layer) - 2], rel=1e-9)
+    assert [v for k, v in layer.items() if k.startswith("head_")] == pytest.approx(total[:len(layer) - 3], rel=1e-9)
+    each = torch.stack(each[:len(layer) - 3]).mean(0)
+    assert layer["entropy_se"] == pytest.approx(each.std().item() / 2, rel=1e-9)
     for block in model.transformer.h:
         torch.nn.init.zeros_(block.attn.c_attn.weight)
     found = A.entropy(run, cfg)
     uniform = sum(math.log(i) for i in range(1, 13)) / 12
     assert found["uniform"] == pytest.approx(uniform) == found["entropy"]
+    A.print_results(dict(run=dict(found, entropy=uniform - 3e-6)), A.PROBES["entropy"].digits)
+    entropy, _, limit = capsys.readouterr().out.split("\n")[-2].split()[1:]
+    assert float(limit) - float(entropy) == pytest.approx(3e-6, abs=1.1e-6)         # not rounded away
 
 
 @slow
@@ -2402,6 +2412,47 @@ def test_scalars_are_the_transformed_ones():
     names = set(A.scalars(probed(tiny("presymp_ab2", lookahead=True)), None)["layers"][0])
     assert names == {"layer", "mlp.mu", "mlp.gamma", "attn.h_x", "attn.h_y", "attn.damping_r", "attn.damping_m",
                      "attn.mu"}
+
+
+@slow
+@pytest.mark.parametrize("template", ["adam", "adamw", "rmsprop"])
+def test_balance_of_a_preconditioner(template, monkeypatch):
+    corpus()
+    model = tiny(template, vocab_size=320, block_size=7, n_layer=2).double().eval()
+    for p in model.requires_grad_(False).parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    cfg, seen = A.BatchConfig(batch_size=3), []
+    found = A.balance(probed(model), cfg)
+    step, N = TEMPLATES[template].step, lambda u, ln: F.layer_norm(u, u.shape[-1:], ln.weight)
+
+    def recorded(O, ln, H, x, *s, **c):                         # what each substep gives N, by the definition
+        out, g = step(O, ln, H, x, *s, **c), O(x)
+        r = c["beta2"] * s[-1] + (1 - c["beta2"]) * g ** 2
+        u = c["beta1"] * s[0] + (1 - c["beta1"]) * g if len(s) > 1 else g
+        P = 1 / (r ** 0.5 + 1e-8)
+        cv = ((P - P.mean(-1, keepdim=True)) ** 2).mean(-1) ** 0.5 / P.mean(-1)
+        a, b = N(P * u, ln), N(u, ln)
+        seen.append((cv.mean(1), ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).mean(1)))
+        return out
+
+    for block in model.transformer.h:
+        for substep in (block.attn_step, block.mlp_step):
+            monkeypatch.setattr(substep, "template", TEMPLATES[template]._replace(step=recorded))
+    model(A.read_batches(probed(model), cfg, 1)[0][0])
+    assert len(seen) == 4
+    for (layer, kind), values in zip(itertools.product((0, 1), ("attn", "mlp")), seen):
+        for name, value in zip(("cv", "cosine"), values):
+            row = found["layers"][layer]
+            assert row[f"{kind}.{name}"] == pytest.approx(value.mean().item(), rel=1e-9)
+            assert row[f"{kind}.{name}_se"] == pytest.approx(value.std().item() / math.sqrt(3), rel=1e-6)
+    assert found["cosine"] == pytest.approx(np.mean([value.mean().item() for _, value in seen]))
+    model = tiny(template, vocab_size=320, block_size=7).eval()
+    for block in model.transformer.h:                           # r stays 1: P is a multiple of the identity
+        for substep in (block.attn_step, block.mlp_step):
+            substep.beta2_raw.data.fill_(40.0)
+    found = A.balance(probed(model), cfg)
+    assert found["cv"] < 1e-6 and found["cosine"] == pytest.approx(1, abs=1e-6)
+    assert A.balance(probed(tiny("soap")), cfg) is None and A.balance(probed(tiny("presymp_ab2")), cfg) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2732,11 +2783,17 @@ def analyze_here(monkeypatch, args):
 
 
 @slow
-def test_curves(monkeypatch):
+def test_curves(capsys, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     corpus()
     for name in ("a", "b"):
         train_here(monkeypatch, f"{SMALL} --out_dir=out/{name} --schedule=wsd")
+    best = min(r["val_loss"] for r in metrics("out/a")[1])
+    with monkeypatch.context() as m:
+        m.setitem(sys.modules, "matplotlib", None)
+        analyze_here(monkeypatch, "curves out/a --out=none.png")
+    out, err = capsys.readouterr()
+    assert f"{best:.5g}" in out and "pip install matplotlib" in err and not Path("none.png").exists()
     figures = []
     monkeypatch.setattr(A, "save_figure", lambda figure, path: figures.append((figure, path)))
     analyze_here(monkeypatch, "curves out/a out/b --out=two.png")
@@ -2748,6 +2805,9 @@ def test_curves(monkeypatch):
     assert drawn[2:] == [[(r["step"], r["train_loss"]) for r in train], [(r["step"], r["val_loss"]) for r in val]]
     names = [text.get_text() for text in top.get_legend().get_texts()]
     assert names == [f"{n}, best {min(r['val_loss'] for r in metrics(f'out/{n}')[1]):.4f}" for n in ("a", "b")]
+    later = [r["val_loss"] for name in ("a", "b") for r in metrics(f"out/{name}")[1][1:]]
+    margin = 0.05 * (max(later) - min(later))
+    assert top.get_ylim() == pytest.approx((min(later) - margin, max(later) + margin))
     assert list(bottom.lines[0].get_ydata()) == [r["lr"]["matrices"] for r in metrics("out/a")[0]]
     pyplot.close("all")
     monkeypatch.undo()
@@ -2988,10 +3048,13 @@ def test_particles_descend(kernel, capsys, monkeypatch):
     X = A.sphere(torch.randn(1, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     V = torch.tensor([0.25, 0.5, 0.75, 1.0]).double()
     M = torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4)
-    G = torch.einsum("bij,bjc->bic", M, X) / 48 if kernel == "softmax" else V * X
+    if kernel == "softmax":                                     # attention, with A = V = I / 4
+        v = torch.einsum("bij,bjc->bic", M / M.sum(-1, keepdim=True), X) / 4
+    else:
+        v = torch.einsum("bij,bjc->bic", torch.einsum("bic,bjc->bij", X, X) / 48, V * X)
     energy = lambda X: (-torch.exp(torch.einsum("bic,bjc->bij", X, X) / 4).mean() / 2 if kernel == "softmax"
                         else -(V * X ** 2).sum(-1).mean() / 2).item()
-    Y = X + 0.1 * G
+    Y = X + 0.1 * v
     Y = 2 * Y / (Y ** 2).sum(-1, keepdim=True).sqrt()
     assert energies["first order"][:2] == pytest.approx([energy(X), energy(Y)], rel=1e-12)
     assert all(b <= a for a, b in itertools.pairwise(energies["first order"]))
@@ -3001,8 +3064,32 @@ def test_particles_descend(kernel, capsys, monkeypatch):
     monkeypatch.setattr(A, "pyplot", None)
     analyze_here(monkeypatch, f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d")
     assert len(json.loads(Path("d.json").read_text())["energies"]["presymp_ab2"]) == 4
+    assert {row["gaussian"] for row in json.loads(Path("d.json").read_text())["gaussians"]} == {
+        "first order", "conformal_euler"}
     below_a_file = f"dynamics --kernel={kernel} --steps=3 --plot=false --out=d.json/d"
     assert "cannot write 'd.json/d.json' (" in refused(capsys, analyze_here, monkeypatch, below_a_file)
+
+
+@slow
+def test_gaussians_stay_gaussian():
+    """Against the flow of the matrices alone: X_i = M x_i, Y_i = P x_i, S the covariance of the x_i, A = I / 2."""
+    cfg = A.DynamicsConfig(particles=50, steps=40, r=2.0, m=0.3)
+    found, V = A.gaussians(cfg), -torch.diag(torch.tensor([1.0, 0.25])).double()
+    for name, picture in found.items():
+        assert [t for t, *_ in picture] == pytest.approx([0, 1, 2, 3, 4]) and max(a for *_, a in picture) < 1e-12
+        S, M, Y = picture[0][2], torch.eye(2).double(), torch.zeros(2, 2).double()
+        for k in range(40):
+            G = V @ M - 0.5 * M @ S @ Y.T @ Y
+            if name == "first order":
+                v = V @ M @ S @ M.T @ M / 2                     # F(G) at rest
+            else:
+                t = 1 + 0.1 * k
+                Y = ((t / (t + 0.1)) ** 2 * math.exp(-0.03)) * (Y + 0.1 * G)
+                v = Y @ S @ M.T @ M / 2
+            M = M + 0.1 * v
+            if (k + 1) % 10 == 0:
+                assert torch.allclose(picture[(k + 1) // 10][2], M @ S @ M.T, atol=1e-12)
+    assert found["first order"][0][1].mean(0).abs().max() < 1e-12
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -3052,11 +3139,56 @@ def test_probes_write_json_table_and_figure(capsys, monkeypatch):
         "corpora runs/tmm --datasets=")
     assert "k is 500: a Jacobian of 256 rows" in says("jacobian runs/tmm --block_size=8 --k=500 --plot=false")
     assert "no checkpoint nowhere/best.pt" in says("jacobian nowhere")
-    assert "runs/vanilla/best.pt: a model of template vanilla has no scalars" in says("scalars runs/vanilla")
+    nothing = "scalars says nothing about runs/vanilla/best.pt, of template vanilla with softmax attention"
+    with pytest.raises(SystemExit):
+        analyze_here(monkeypatch, "scalars runs/vanilla")
+    assert capsys.readouterr().err == f"warning: {nothing}\nerror: scalars applies to none of these runs: name others\n"
+    with monkeypatch.context() as m:                            # one that has some is shown, with or without a figure
+        m.setitem(sys.modules, "matplotlib", None)
+        analyze_here(monkeypatch, "scalars runs/vanilla runs/tmm --figure=none.png")
+    out, err = capsys.readouterr()
+    assert "attn.nu" in out and err == ("warning: no figure will be drawn: pip install matplotlib\n"
+                                        f"warning: {nothing}\n") and not Path("none.png").exists()
     assert "block_size is 99: the model's is 16" in says("entropy runs/tmm --block_size=99")
     assert "batch_size x batches is 4000" in says("entropy runs/tmm --batches=1000")
     P.prepare("text", "gpt2", out="data/bpe", files=["corpus.txt"])
     assert "data" not in (line := says("sharpness runs/tmm --dataset=bpe")) or "tokenizer gpt2" in line
+
+
+@slow
+def test_figures_can_be_read():
+    """Labels lie within the figure, bars stand on 0, layers have whole numbers, runs differ without colour, too."""
+    pytest.importorskip("matplotlib")
+    layers = [dict(layer=0, sigma_max=2.0, sigma_k=1.0, stable_rank=3.0, spread=2.0, entropy=1.5, head_0=1.5)]
+    row = dict(layers=layers, singular_values=[[2.0, 1.0]], persistence_k=0.3, best_val_loss=1.4, uniform=2.0,
+               slice=dict(steps=[-0.5, 0.5], losses=[2.0, 3.0]), lambda_max=3.0, trace_per_parameter=0.2,
+               trace_per_parameter_se=0.1, wiki=3.0, lambada=4.0, forgetting=0.2, forgetting_se=0.01, plasticity=0.1,
+               plasticity_se=0.02) | {"wiki se": 0.0, "lambada se": 0.1}
+    cfg = A.DynamicsConfig(steps=8)
+    figures = [A.PROBES[name].draw(dict(a=row, b=row)) for name in (
+        "jacobian", "sharpness", "entropy", "corpora", "forgetting")]
+    grid = dict(layers=[{"layer": 0, "attn.cv": 0.5, "attn.cv_se": 0.1, "mlp.cv": 0.4, "mlp.cosine": 0.9}])
+    figures.append(A.draw_grid(dict(a=grid, b=grid)))
+    task = dict(hellaswag=dict(acc=0.3, acc_stderr=0.01, acc_norm=0.4, acc_norm_stderr=0.01), boolq=dict(acc=0.6),
+                lambada=dict(perplexity=20.0, perplexity_stderr=1.0, acc=0.2), none={},
+                wikitext=dict(bits_per_byte=1.2))
+    figures.append(A.draw_downstream(dict(a=task, b=task)))
+    assert [[t.get_text() for t in ax.get_xticklabels()] for ax in figures[-1].axes] == [
+        ["hellaswag acc_norm", "boolq acc", "lambada acc"], ["wikitext bits_per_byte"]]
+    assert [ax.get_ylabel() for ax in figures[-1].axes] == ["accuracy", "bits_per_byte"]
+    figures.append(A.draw_dynamics(A.contraction_rates(100.0), A.particle_energies(cfg), A.gaussians(cfg), cfg))
+    for figure in figures:
+        figure.canvas.draw()
+        for ax in figure.axes:
+            for text in (ax.yaxis.label, ax.xaxis.label, ax.title):
+                box, whole = text.get_window_extent(), figure.bbox
+                assert not text.get_text() or (whole.x0 <= box.x0 <= box.x1 <= whole.x1 and
+                                               whole.y0 <= box.y0 <= box.y1 <= whole.y1), text
+            if ax.get_xlabel() == "layer":
+                assert all(float(tick).is_integer() for tick in ax.get_xticks())
+            assert not ax.patches or ax.get_ylim()[0] <= 0
+    lines = [line for line in figures[0].axes[0].lines]
+    assert len({(line.get_linestyle(), line.get_marker()) for line in lines}) == 2
 
 
 @slow
@@ -3072,10 +3204,6 @@ def test_analyze_errors_are_one_line(capsys, monkeypatch, tmp_path):
     assert "no probe: name one of jacobian, sharpness" in says("") and "unknown probe curve:" in says("curve out")
     assert "no run: python analyze.py curves OUT_DIR" in says("curves")
     assert all(name in A.__doc__ for name in A.PROBES)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install matplotlib" in says("curves out")
-    monkeypatch.undo()
-    pytest.importorskip("matplotlib")
     assert "no nowhere/metrics.jsonl" in says("curves nowhere")
     for row in (dict(step=1, lr=5), dict(step=1, lr=dict(norms="x")), dict(step=1, val_loss=[1]), dict(lr={}), [1],
                 dict(step="x")):

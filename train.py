@@ -423,9 +423,9 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e
 
 
 @torch.no_grad()
-def evaluate(model, split, sequences, batch_size, amp, rank=0, world=1):
-    """Mean loss in nats per token over the first sequences of the split, at most all, shared by all processes. The
-    model is in eval mode meanwhile."""
+def batch_losses(model, split, sequences, batch_size, amp, rank=0, world=1):
+    """[(mean loss in nats per token, number of sequences)] of the batches of a process, over the first sequences of the
+    split, at most all. The model is in eval mode meanwhile."""
     training, device = model.training, next(model.parameters()).device
     n = min(sequences, split.blocks)
     size, losses = min(batch_size, n), []
@@ -434,11 +434,18 @@ def evaluate(model, split, sequences, batch_size, amp, rank=0, world=1):
         x, y = split.batch(first, size, device)
         y[n - first:] = -1                                      # a last batch of the same shape, in part not counted
         with amp:
-            losses.append(model(x, y, return_logits=False)[1] * min(size, n - first))
+            losses.append((model(x, y, return_logits=False)[1], min(size, n - first)))
     model.train(training)
-    total = math.fsum(loss.item() for loss in losses)
+    return [(loss.item(), count) for loss, count in losses]
+
+
+def evaluate(model, split, sequences, batch_size, amp, rank=0, world=1):
+    """Mean loss in nats per token over the first sequences of the split, at most all, shared by all processes."""
+    losses = batch_losses(model, split, sequences, batch_size, amp, rank, world)
+    device = next(model.parameters()).device
     place = "cpu" if device.type == "mps" else device           # which has no float64
-    return all_sum(torch.tensor(total, dtype=torch.float64, device=place)).item() / n
+    total = torch.tensor(math.fsum(loss * count for loss, count in losses), dtype=torch.float64, device=place)
+    return all_sum(total).item() / min(sequences, split.blocks)
 
 
 def named_state(optimizer):
