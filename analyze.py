@@ -58,8 +58,8 @@ from tqdm import tqdm
 import train
 from model import (EPS, GPT, INTEGRATORS, PARTICLES, TEMPLATES, GPTConfig, Scalars, Settings, SoftmaxAttention,
                    SoftmaxParticles, attention_weights, exp_scores, setting)
-from prepare import (cli, die, load_tokenizer, lock, make_settings, need, or_die, parse_args, read_settings, split_args,
-                     write_atomic)
+from prepare import (cli, die, load_tokenizer, lock, make_settings, need, or_die, own_folder, parse_args, read_settings,
+                     split_args, write_atomic)
 from train import reason
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1048,7 +1048,7 @@ def speed(cfg):
 class CompareConfig(train.TrainConfig):
     """What is compared, and how; all other settings are those of train.py, for every run."""
     cases: str = setting("vanilla,tmm", "TEMPLATE or TEMPLATE:SETTING=VALUE:..., by commas; the first is the reference")
-    seeds: int = setting(3, "runs of each case, at the seeds 1, 2, ...", low=1)
+    seeds: int = setting(3, "runs of each case, at the seeds 1, 2, ...", low=1, high=1000)
     jobs: Optional[int] = setting(None, "runs at once; None: one a GPU, else one a core, with one thread each", low=1)
     repeats: int = setting(9, "of the measurement of a step's time", low=1)
     out: str = setting("out/compare", "folder of the runs and of compare.json, compare.md, compare.png")
@@ -1059,8 +1059,9 @@ class CompareConfig(train.TrainConfig):
 RATES = ("learning_rate", "muon_lr", "scalar_lr")               # what tuning scales
 OWN = (*GPTConfig.__dataclass_fields__, "h0_first_order", "h0_second_order", *RATES)     # what a case may set
 GRID, TUNING_SEED = (0.5, 1.0, 2.0), 0                          # by these factors, at a seed that no result uses
-FREE = ("data_dir", "out_dir", "overwrite", "init_from", "strict", "seed", "log_interval", "sample_tokens", "device",
-        "wandb_log", "wandb_project")                           # what a comparison that goes on may change
+GIVEN = ("template", "seed", "out_dir", "init_from", "overwrite", "strict")     # what a comparison sets for each run
+FREE = (*GIVEN, "data_dir", "log_interval", "sample_tokens", "device", "wandb_log", "wandb_project")
+                                                                # what a comparison that goes on may change
 
 
 class Job(NamedTuple):
@@ -1083,6 +1084,20 @@ def choose(tuning):
     if len(losses) < len(GRID) + 2 and best in (min(losses), max(losses)):
         return None, [best * (2.0 if best > 1 else 0.5)]
     return best, []
+
+
+def check_run(folder, settings):
+    """Whether a folder has a run to go on with. Exits (2) if that is of other settings than these."""
+    path = os.path.join(folder, "last.pt")
+    if not os.path.exists(path):
+        return False
+    state, asked = train.read_file(path), asdict(make_settings(train.TrainConfig, settings))
+    with train.reading(path):
+        for name in set(asked) - set(FREE) | {"template", "seed"}:
+            if state["config"][name] != asked[name]:
+                die(f"{path} is of a run with {name} {state['config'][name]!r}, this comparison's has {asked[name]!r}: "
+                    "name another --out, or move that folder away")
+    return True
 
 
 def outcome(folder, steps, max_bad_steps):
@@ -1115,7 +1130,7 @@ class Runs:
         """{setting: value} of train.py for a job. Tuning runs are a third as long, with their own whole schedule."""
         values = self.base | case_settings(job.case) | dict(seed=job.seed, out_dir=self.folder(job))
         for name in ("max_steps", "warmup_steps", "decay_start") if job.seed == TUNING_SEED else ():
-            values[name] = values[name] and values[name] // 3
+            values[name] = values[name] and max(1, values[name] // 3)
         return values | {name: job.factor * values[name] for name in RATES}
 
     def folder(self, job):
@@ -1126,7 +1141,7 @@ class Runs:
         """A job's outcome, or None."""
         if job not in self.results:
             found = outcome(self.folder(job), self.settings(job)["max_steps"], self.base["max_bad_steps"])
-            if found is None:
+            if found is None or not check_run(self.folder(job), self.settings(job)):
                 return None
             self.results[job] = found
         return self.results[job]
@@ -1147,10 +1162,11 @@ class Runs:
         return sorted(jobs, key=lambda item: item[0].seed)      # stable: within a seed in the order of the cases
 
     def begin(self, job, gpus):
-        """A job in a process of its own, from its last checkpoint if it has one."""
+        """A job in a process of its own, from its last checkpoint if it has one. Raises OSError."""
         folder, values = self.folder(job), self.settings(job)
         os.makedirs(folder, exist_ok=True)
-        values["init_from"] = "resume" if os.path.exists(os.path.join(folder, "last.pt")) else "scratch"
+        goes_on = check_run(folder, values)
+        values.update(init_from="resume" if goes_on else "scratch", overwrite=not goes_on)
         slot = min(set(range(len(self.running) + 1)) - {slot for _, slot in self.running.values()})
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
         env = dict(CUDA_VISIBLE_DEVICES=visible.split(",")[slot % gpus]) if gpus else dict(OMP_NUM_THREADS="1")
@@ -1162,14 +1178,19 @@ class Runs:
 
     def collect(self):
         """Takes in the runs that have ended; returns how many."""
-        ended = [job for job, (process, _) in self.running.items() if process.poll() is not None]
-        for job in ended:
+        codes = {job: process.poll() for job, (process, _) in self.running.items()}
+        ended = {job: code for job, code in codes.items() if code is not None}
+        for job, code in ended.items():
             del self.running[job]
             if self.result(job) is None:
                 with open(os.path.join(self.folder(job), "log.txt"), errors="replace") as f:
-                    self.failed[job] = f.read().strip().rpartition("\n")[2]
-                tqdm.write(f"{job} failed: {self.failed[job]}", file=sys.stderr)
+                    last = f.read().strip().rpartition("\n")[2]
+                self.fail(job, f"killed by {signal.Signals(-code).name}" if code < 0 else last or f"exit code {code}")
         return len(ended)
+
+    def fail(self, job, reason):
+        self.failed[job] = reason
+        tqdm.write(f"{job} failed: {reason}", file=sys.stderr)
 
     def run(self, jobs, gpus, report):
         """Does what is missing, so many jobs at once; calls report() when one has ended. One that fails does not end
@@ -1179,11 +1200,16 @@ class Runs:
                 while True:
                     if self.collect():
                         report()
+                        if bar.disable:                         # no terminal
+                            print(self.progress(self.missing(), jobs), file=sys.stderr, flush=True)
                     missing = self.missing()
                     todo = [job for job, ready in missing if ready and job not in self.running | self.failed]
                     free = (job for job in todo if not busy(self.folder(job)))      # not run by another command
                     for job in itertools.islice(free, jobs - len(self.running)):
-                        self.begin(job, gpus)
+                        try:
+                            self.begin(job, gpus)
+                        except OSError as e:                    # no place for its folder or log
+                            self.fail(job, str(e))
                     if not self.running and not todo:
                         return
                     bar.set_description_str(self.progress(missing, jobs))
@@ -1206,16 +1232,19 @@ class Runs:
 def case_settings(case):
     """{setting: value} of train.py that TEMPLATE:SETTING=VALUE:... names. Exits (2) for an unknown setting."""
     template, *rest = case.split(":")
-    found = read_settings(train.TrainConfig, [f"--template={template}", *(f"--{word}" for word in rest)])
-    for name in found:
-        if name not in OWN or name == "block_size":
-            die(f"case {case}: {name} must be the same for all cases, give it as --{name}")
-    return found
+    names = [word.partition("=")[0] for word in rest]
+    if not template or not all("=" in word for word in rest) or len({"template", *names}) <= len(names):
+        die(f"cases: {case!r} is not of the form TEMPLATE or TEMPLATE:SETTING=VALUE:..., each setting once")
+    for name in names:
+        if name in train.TrainConfig.__dataclass_fields__ and (name not in OWN or name == "block_size"):
+            die(f"cases: {case!r} sets {name}, which must be the same for all cases"
+                + f": give it as --{name}" * (name not in GIVEN))
+    return read_settings(train.TrainConfig, [f"--template={template}", *(f"--{word}" for word in rest)])
 
 
 def busy(folder):
     """Whether a process trains in a folder."""
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, ".lock"), "r+") as f:
+    with contextlib.suppress(OSError), open(os.path.join(folder, ".lock"), "r+") as f:
         return lock(f) is False
     return False
 
@@ -1270,7 +1299,8 @@ def statistics_of(cases, steps):
         step = reached(mean, goal) if mean and goal is not None else None
         row.update(
             loss=interval([r["loss"] for r in runs.values()]), diverged=len(row["runs"]) - len(runs),
-            difference=interval([a["loss"] - b["loss"] for a, b in pairs]), share=step and step / steps,
+            difference=interval([a["loss"] - b["loss"] for a, b in pairs]),
+            share=None if step is None else step / steps,
             curve=[[step, *map(at(step).get, ("mean", "half"))] for step in evaluated if pairs],
             equal_time=interval([loss_at(a["curve"], steps / row["ratio"]) - b["loss"] for a, b in pairs]
                                 if row["ratio"] else []))
@@ -1298,11 +1328,11 @@ def compared(runs, ratios, meta):
     return statistics_of(cases, runs.base["max_steps"])
 
 
-def step_ratios(runs, meta, repeats):
+def step_ratios(runs, cases, meta, repeats):
     """{case: seconds of a training step without the optimizer}, {case: their ratio to the reference's}, by the method
-    of `speed`."""
+    of `speed`. cases: the reference and what it is compared to."""
     steppers = []
-    for cfg in runs.configs.values():
+    for cfg in map(runs.configs.get, cases):
         device = train.pick_device(cfg.device)
         cfg = replace(cfg, dtype=train.pick_dtype(cfg.dtype, device), batch_size=train.micro_batches(0, cfg, 0, 1)[1],
                       compile=device.type == "cuda" if cfg.compile is None else cfg.compile)
@@ -1311,7 +1341,7 @@ def step_ratios(runs, meta, repeats):
     micro = [cfg.step_sequences // stepper.cfg.batch_size for stepper in steppers]
     seconds = [n * statistics.median(times) for n, (times, _) in zip(micro, found)]
     ratios = [1.0] + [statistics.median(ratios) for _, ratios in found[1:]]
-    return dict(zip(runs.seeds, seconds)), dict(zip(runs.seeds, ratios))
+    return dict(zip(cases, seconds)), dict(zip(cases, ratios))
 
 
 def pm(r, spread="half"):
@@ -1332,9 +1362,9 @@ def comparison_rows(cases):
             "rates": row["factor"] and f"x{row['factor']:g}",
             "loss, mean +- sd": pm(loss, "sd"), "runs": str(loss["n"]),
             "diverged": str(row["diverged"]), "difference": pm(difference),
-            "p (Holm)": p is not None and f"{p:.2g}",
+            "pairs": str(difference["n"]), "p (Holm)": p is not None and f"{p:.2g}",
             "step time": row["ratio"] and f"{row['ratio']:.2f}", "at equal time": pm(row["equal_time"]),
-            "share of tokens": row["share"] and f"{row['share']:.0%}"})
+            "share of tokens": row["share"] is not None and f"{row['share']:.0%}"})
     return [{name: text or "" for name, text in row.items()} for row in rows]
 
 
@@ -1384,11 +1414,19 @@ def read_former(path, base):
     """What compare.json holds of a comparison that goes on; exits (2) if a setting is another one now."""
     if not os.path.exists(path):
         return dict(cases={})
-    with or_die(f"{path} is not of a comparison", "name another --out", (OSError, ValueError, KeyError, TypeError)):
+    errors = OSError, ValueError, KeyError, TypeError, AttributeError
+    with or_die(f"{path} is not of a comparison", "name another --out", errors):
         with open(path, encoding="utf-8") as f:
             former = json.load(f)
-        old = former["settings"]
-        [(row["seeds"], row["tuning"], row["runs"], row["factor"], row["ratio"]) for row in former["cases"].values()]
+        old = dict(former["settings"])
+        for row in former["cases"].values():
+            int(row["seeds"]), float(row["ratio"] or 1), float(row["factor"] or 1)
+            for key, r in (row["tuning"] | row["runs"]).items():
+                float(key), float(r["loss"] or 0), float(r["seconds"])
+                if not all(int(step) >= 0 and float(loss or 0) >= 0 for step, loss in r["curve"]):
+                    raise ValueError(f"a curve of {key}")
+    if former["torch"] != torch.__version__:
+        train.warn(f"{path} is of torch {former['torch']}, this is {torch.__version__}")
     for name, value in base.items():
         if name not in FREE and old.get(name, value) != value:
             die(f"{name} is {value!r}: the comparison in {os.path.dirname(path)} has {old[name]!r}, leave it out or "
@@ -1398,18 +1436,29 @@ def read_former(path, base):
 
 def compare(argv):
     """Trains every case at several seeds, after tuning its rates, and says how the losses differ from the first one's.
-    Goes on with what is in cfg.out: runs that have ended stay, others are resumed, cases and seeds may be added."""
+    Goes on with what is in cfg.out: runs that have ended stay, others are resumed, cases and seeds may be added. Exits
+    (1) if a run has failed."""
     default = os.path.join(os.path.dirname(__file__), "config", "compare.py")
     values = read_settings(CompareConfig, argv, default_config=default)
     base = {f.name: values.pop(f.name, f.default) for f in fields(train.TrainConfig)}
     cfg = make_settings(CompareConfig, values)
-    path = os.path.join(cfg.out, "compare.json")
-    plot = can_draw(cfg.plot)
+    for name in sorted(dict(split_args(argv)).keys() & set(GIVEN)):
+        die(f"{name}: a comparison sets it for each run; leave it out (see --cases, --seeds, --out)")
+    if base["wandb_log"]:
+        need("wandb", "wandb_log")
+    meta = train.open_data(base["data_dir"], base["dataset"], base["block_size"], train=0, val=0)[-1]
+    with contextlib.nullcontext() if cfg.dry_run else own_folder(cfg.out, "out"):
+        go_on(cfg, base, meta)
+
+
+def go_on(cfg, base, meta):
+    """The comparison in cfg.out."""
+    path, plot = os.path.join(cfg.out, "compare.json"), can_draw(cfg.plot)
     former = read_former(path, base)
     seeds = dict.fromkeys(comma_separated(cfg.cases), cfg.seeds)
-    seeds |= {case: max(row["seeds"], seeds.get(case, 0)) for case, row in former["cases"].items()}
+    seeds |= {case: max(row["seeds"], seeds.get(case, 0)) for case, row in former["cases"].items()
+              if case in seeds or row["tuning"]}                # not one that could never be begun
     runs = Runs(cfg.out, base, seeds, former["cases"])
-    meta = train.open_data(base["data_dir"], base["dataset"], base["block_size"], train=0, val=0)[-1]
     gpus = torch.cuda.device_count() if train.pick_device(base["device"]).type == "cuda" else 0
     jobs = cfg.jobs or gpus or os.cpu_count()
     if not gpus:
@@ -1417,6 +1466,8 @@ def compare(argv):
     if cfg.dry_run:
         return dry_run(runs, jobs, meta)
     ratios = {case: row["ratio"] for case, row in former["cases"].items()}
+    if ratios.get(next(iter(seeds))) != 1:                      # they are to another reference
+        ratios = {}
 
     def report():
         cases = compared(runs, ratios, meta)
@@ -1426,22 +1477,25 @@ def compare(argv):
             f.write(compare_md(cases, base, runs.failed).encode())
         return cases
 
-    report()
+    cases = report()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # runs its finally
     done = len(runs.results)
     runs.run(jobs, gpus, report)
-    if len(runs.results) > done or any(ratios.get(case) is None for case in seeds) or ratios[next(iter(seeds))] != 1:
-        ratios.update(step_ratios(runs, meta, cfg.repeats)[1])
-    cases = report()
+    timed = [case for case in seeds if runs.tuning(case)]       # those that could be begun
+    if next(iter(seeds)) in timed and (len(runs.results) > done or not all(map(ratios.get, timed))):
+        ratios.update(step_ratios(runs, timed, meta, cfg.repeats)[1])
+        cases = report()
     print_table(comparison_rows(cases))
     print(f"wrote {path} and .md")
     if plot:
         save_figure(draw_compare(cases, base["step_sequences"] * base["block_size"]), path.replace(".json", ".png"))
+    if runs.failed:
+        sys.exit(1)
 
 
 def dry_run(runs, jobs, meta):
     """Prints what is still to be run, and about how long that takes."""
-    seconds, jobs_left = step_ratios(runs, meta, 1)[0], [job for job, _ in runs.missing()]
+    seconds, jobs_left = step_ratios(runs, runs.seeds, meta, 1)[0], [job for job, _ in runs.missing()]
     steps = [runs.settings(job)["max_steps"] for job in jobs_left]
     times = [n * seconds[job.case] for n, job in zip(steps, jobs_left)]
     for job, n, time_ in zip(jobs_left, steps, times):

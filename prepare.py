@@ -96,6 +96,19 @@ def lock(f):
 
 
 @contextlib.contextmanager
+def own_folder(path, setting):
+    """A folder, made where it is not there, is this process's alone meanwhile. Exits (2) if it cannot be written or
+    another process has it. setting: that named it."""
+    with or_die(f"cannot write to {setting} {path}", f"name another --{setting}"):
+        os.makedirs(path, exist_ok=True)
+        file = open(os.path.join(path, ".lock"), "w")
+    with file:
+        if lock(file) is False:
+            die(f"another process is at work in {setting} {path}: wait for it, or name another --{setting}")
+        yield
+
+
+@contextlib.contextmanager
 def write_atomic(path):
     """Yields a binary file that becomes `path` when the block ends well; after any exception `path` is as before. A
     reader sees the old file or the whole new one, even if the machine stops in between. Removes what processes that

@@ -1509,7 +1509,7 @@ def test_a_dataset_prepared_anew_does_not_touch_a_running_training(capsys, monke
 def test_an_out_dir_has_one_run_at_a_time(capsys, monkeypatch):
     corpus()
     with T.own_out_dir(config(*SMALL.split())):
-        assert "another process is training in out_dir out: wait for it" in refused(
+        assert "another process is at work in out_dir out: wait for it" in refused(
             capsys, train_main, monkeypatch, SMALL + " --overwrite=true")
     train_main(monkeypatch, SMALL)
     whole = T.open_data
@@ -2889,6 +2889,7 @@ def hand_made(case, factor, losses, seconds=1.0):
 def test_a_comparison_of_hand_made_runs(capsys, monkeypatch):
     pytest.importorskip("scipy")
     corpus()
+    monkeypatch.setattr(A, "check_run", lambda folder, settings: True)
     for case, shift in (("vanilla", 0.0), ("tmm", 0.5), ("hb", 0.0)):
         for factor, loss in (("x0.5", 3.0), ("x1", 2.0), ("x2", 2.5)):
             hand_made(case, factor, [4.0, loss])
@@ -2897,7 +2898,7 @@ def test_a_comparison_of_hand_made_runs(capsys, monkeypatch):
             hand_made(case, seed, [5.0, 3.0 - shift, 2.5 - shift, 2.0 - shift - noise + 0.1 * int(seed)])
     skipped = '{"step": 0, "val_loss": 5.0}\n' + '{"step": 1, "skipped": true}\n' * 3
     Path("cmp/hb/seed-3/metrics.jsonl").write_text(skipped)
-    monkeypatch.setattr(A, "step_ratios", lambda runs, meta, repeats: ({}, dict(vanilla=1.0, tmm=1.5, hb=0.5)))
+    monkeypatch.setattr(A, "step_ratios", lambda runs, *_: ({}, dict(vanilla=1.0, tmm=1.5, hb=0.5)))
     analyze_here(monkeypatch, f"compare --cases=vanilla,tmm,hb {COMPARE}")
     found = json.loads(Path("cmp/compare.json").read_text())["cases"]
     vanilla, tmm, hb = (found[case] for case in ("vanilla", "tmm", "hb"))
@@ -2962,14 +2963,15 @@ def test_a_comparison_runs_and_goes_on(capsys, monkeypatch):
     pytest.importorskip("scipy")
     corpus()
     monkeypatch.setattr(subprocess, "Popen", Forked)
-    monkeypatch.setattr(A, "step_ratios", lambda runs, meta, repeats: ({}, dict.fromkeys(runs.seeds, 1.0)))
+    monkeypatch.setattr(A, "step_ratios", lambda runs, *_: ({}, dict.fromkeys(runs.seeds, 1.0)))
     wild = "vanilla:learning_rate=1e30:muon_lr=1e30"
     args = f"compare --cases=vanilla,{wild},hb {COMPARE} --seeds=2"
     os.makedirs("cmp/hb/rates-x2/metrics.jsonl")                # train.py refuses that
     for out, jobs in (("cmp", 2), ("one", 1)):
         if out == "one":
             os.makedirs("one/hb/rates-x2/metrics.jsonl")
-        analyze_here(monkeypatch, f"{args} --jobs={jobs} --out={out}")
+        with pytest.raises(SystemExit, match="^1$"):
+            analyze_here(monkeypatch, f"{args} --jobs={jobs} --out={out}")
     err = capsys.readouterr().err
     assert err.count("hb rates x2 failed: error: ") == 2 and "metrics.jsonl is a folder" in err
     two, one = (json.loads(Path(out, "compare.json").read_text()) for out in ("cmp", "one"))
@@ -2985,6 +2987,8 @@ def test_a_comparison_runs_and_goes_on(capsys, monkeypatch):
         if job == A.Job("vanilla", 1, two["cases"]["vanilla"]["factor"]):
             while not Path("again/vanilla/seed-1/last.pt").exists():
                 time.sleep(0.01)
+            assert "another process is at work in out again" in refused(
+                capsys, analyze_here, monkeypatch, f"compare --cases=vanilla {COMPARE} --out=again")
             os.kill(self.running[job][0].pid, signal.SIGKILL)
             killed.append(job)
             raise KeyboardInterrupt
@@ -2995,10 +2999,59 @@ def test_a_comparison_runs_and_goes_on(capsys, monkeypatch):
     analyze_here(monkeypatch, f"compare --cases=vanilla {COMPARE} --jobs=1 --out=again --seeds=2")
     assert bare(json.loads(Path("again/compare.json").read_text()))["vanilla"] == bare(two)["vanilla"]
     assert Path("again/vanilla/seed-1/log.txt").read_text().count("; from step 0") == 1
+    os.remove("again/compare.json")                             # a run counts only as what it was
+    os.rename("again/vanilla/rates-x2", "again/x2")
+    os.rename("again/vanilla/rates-x0.5", "again/vanilla/rates-x2")
+    line = refused(capsys, analyze_here, monkeypatch, f"compare --cases=vanilla {COMPARE} --out=again")
+    assert re.search("again/vanilla/rates-x2/last.pt is of a run with (muon_lr|learning_rate|scalar_lr) [0-9.]+, this "
+                     "comparison's has [0-9.]+: name another --out", line)
+
+
+@slow
+def test_a_comparison_goes_on_where_a_run_cannot(capsys, monkeypatch):
+    """A run killed between its first two files begins anew; one killed by a signal, or without a folder, fails."""
+    pytest.importorskip("scipy")
+    corpus()
+    monkeypatch.setattr(subprocess, "Popen", Forked)
+    monkeypatch.setattr(A, "step_ratios", lambda runs, cases, *_: ({}, dict.fromkeys(cases, 1.0)))
+    torn, begun = Path("cmp/vanilla/rates-x0.5"), A.Runs.begin
+    torn.mkdir(parents=True)
+    (torn / "best.pt").touch()
+    (torn / "metrics.jsonl").write_text('{"step": 0, "val_loss": 4.2}\n' * 5)
+    Path("cmp/static").touch()
+
+    def begin(self, job, gpus):
+        begun(self, job, gpus)
+        if job.case == "hb":
+            os.kill(self.running[job][0].pid, signal.SIGKILL)
+    monkeypatch.setattr(A.Runs, "begin", begin)
+    with pytest.raises(SystemExit, match="^1$"):
+        analyze_here(monkeypatch, f"compare --cases=vanilla,static,hb {COMPARE} --seeds=1")
+    found = json.loads(Path("cmp/compare.json").read_text())
+    assert len(found["cases"]["vanilla"]["runs"]) == 1 and found["cases"]["hb"]["ratio"] is None
+    assert found["failed"]["hb rates x1"] == "killed by SIGKILL" and "cmp/static" in found["failed"]["static rates x1"]
+    assert "runs done, " in capsys.readouterr().err             # where there is no terminal
+    analyze_here(monkeypatch, f"compare --cases=vanilla {COMPARE} --seeds=1")
+    assert list(json.loads(Path("cmp/compare.json").read_text())["cases"]) == ["vanilla"]
+    found["cases"]["vanilla"]["runs"]["1"]["curve"] = [3]
+    Path("cmp/compare.json").write_text(json.dumps(found))
+    line = refused(capsys, analyze_here, monkeypatch, f"compare --cases=vanilla {COMPARE}")
+    assert "cmp/compare.json is not of a comparison" in line
+
+
+@slow
+def test_settings_that_a_comparison_refuses(capsys, monkeypatch):
+    corpus()
     for case, says in (("tmm:n_lay=3", "unknown setting --n_lay"), ("sgd", "template is 'sgd'"),
-                       ("tmm:max_steps=9", "case tmm:max_steps=9: max_steps must be the same for all cases"),
-                       ("tmm:block_size=8", "block_size must be the same")):
-        assert says in refused(capsys, analyze_here, monkeypatch, f"compare --cases={case} {COMPARE} --out=new")
+                       ("tmm:max_steps=9", "cases: 'tmm:max_steps=9' sets max_steps, which must be the same for all"),
+                       ("tmm:block_size=8", "block_size, which must be the same"), ("", "cases: '' is not of the form"),
+                       ("hb:n_embd=32:n_embd=64", "each setting once"), ("hb:template=tmm", "each setting once"),
+                       ("hb:seed=1", "sets seed, which must be the same for all cases"), ("hb:n_embd", "not of the")):
+        line = refused(capsys, analyze_here, monkeypatch, f"compare --cases={case} {COMPARE} --out=new")
+        assert says in line and "--seed" not in line
+    for name in A.GIVEN:
+        assert f"{name}: a comparison sets it for each run" in refused(
+            capsys, analyze_here, monkeypatch, f"compare {COMPARE} --{name}={'hb' if name[0] in 'tio' else 1}")
 
 
 @slow

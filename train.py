@@ -36,8 +36,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, INTEGRATORS, TEMPLATES, GPTConfig, setting
-from prepare import (DATASETS, OFFLINE, SIZES, cli, die, id_dtype, load_tokenizer, lock, make_settings, need, or_die,
-                     padded, parse_args, prepare, read_settings, split_args, write_atomic)
+from prepare import (DATASETS, OFFLINE, SIZES, cli, die, id_dtype, load_tokenizer, make_settings, need, or_die,
+                     own_folder, padded, parse_args, prepare, read_settings, split_args, write_atomic)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
@@ -801,12 +801,7 @@ RUN_FILES = ("last.pt", "best.pt", "metrics.jsonl")             # last.pt first:
 def own_out_dir(cfg):
     """out_dir is this process's alone meanwhile. Exits (2) if it cannot be written, another process writes there, or
     it holds a run that --overwrite=true has not given up."""
-    with or_die(f"cannot write to out_dir {cfg.out_dir}", "name another --out_dir"):
-        os.makedirs(cfg.out_dir, exist_ok=True)
-        file = open(os.path.join(cfg.out_dir, ".lock"), "w")
-    with file:
-        if lock(file) is False:
-            die(f"another process is training in out_dir {cfg.out_dir}: wait for it, or name another --out_dir")
+    with own_folder(cfg.out_dir, "out_dir"):
         files = {name: os.path.join(cfg.out_dir, name) for name in RUN_FILES}
         for path in files.values():
             if os.path.isdir(path):
