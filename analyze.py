@@ -1626,12 +1626,12 @@ def gaussians(cfg):
 
 
 def draw_dynamics(rates, energies, pictures, cfg):
-    figure, axes = panels(f"measured rate ^ layer, condition number {cfg.kappa:g}",
-                          f"energy of {cfg.particles} particles, {cfg.kernel} kernel", *["x2"] * len(pictures))
+    figure, axes = panels(f"rate ^ layer, kappa = {cfg.kappa:g}",
+                          f"mean energy, {cfg.kernel} kernel", *["x2"] * len(pictures))
     axes[0].set_yscale("log")
-    for row, style in styled(rates):
+    for i, (row, style) in enumerate(styled(rates)):            # lines may coincide, so their markers do not
         label = f"{row['template']}: {row['measured']:.4f} = {row['formula']}"
-        axes[0].plot([row["measured"] ** k for k in range(100)], label=label, markevery=20, **style)
+        axes[0].plot([row["measured"] ** k for k in range(100)], label=label, markevery=(4 * i, 20), **style)
     axes[1].set_xlabel(f"evaluations of the kernel, one a step of {cfg.h:g}")
     for (name, e), style in styled(energies.items()):
         axes[1].plot(e, label=name, markevery=max(1, len(e) // 8), **style)
@@ -1644,7 +1644,8 @@ def draw_dynamics(rates, energies, pictures, cfg):
             ax.plot(*(vectors * values.clamp(min=0).sqrt() @ circle), label=f"t = {time_:.3g}",
                     **style | dict(marker=""))
             ax.plot(*X.T, **style | dict(linestyle="", markersize=2))
-    for ax in axes:
+    axes[0].legend(fontsize="x-small", loc="lower left", bbox_to_anchor=(0, 1))
+    for ax in axes[1:]:
         ax.legend(fontsize="x-small")
     return figure
 
