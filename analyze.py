@@ -1093,8 +1093,8 @@ def check_run(folder, settings):
         return False
     state, asked = train.read_file(path), asdict(make_settings(train.TrainConfig, settings))
     with train.reading(path):
-        for name in set(asked) - set(FREE) | {"template", "seed"}:
-            if state["config"][name] != asked[name]:
+        for name in asked:
+            if (name not in FREE or name in ("template", "seed")) and state["config"][name] != asked[name]:
                 die(f"{path} is of a run with {name} {state['config'][name]!r}, this comparison's has {asked[name]!r}: "
                     "name another --out, or move that folder away")
     return True
