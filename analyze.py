@@ -576,7 +576,8 @@ def balance(run, cfg):
             for name, value in zip(("cv", "cosine"), map(mean_se, values)):
                 row[f"{kind}.{name}"], row[f"{kind}.{name}_se"] = value
         layers.append(row)
-    return dict(zip(("cv", "cosine"), found.mean(dim=(0, 2)).tolist()), layers=layers)
+    (cv, cv_se), (cosine, cosine_se) = map(mean_se, found.mean(0).tolist())
+    return dict(cv=cv, cv_se=cv_se, cosine=cosine, cosine_se=cosine_se, layers=layers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -593,7 +594,7 @@ class CorporaConfig(DataConfig):
 def losses_on(run, cfg, dataset):
     """([loss in nats per token], [number of sequences]) of the batches, over the first cfg.sequences of a dataset's
     val.bin, and whether these are all, by train.py's evaluation."""
-    val = open_val(run, cfg, dataset)
+    val = open_val(run, cfg, dataset, seed=None)
     run.model.fused_attention(True)                             # no derivatives here
     found = train.batch_losses(run.model, val, cfg.sequences, cfg.batch_size, train.autocast(run.device, "float32"))
     losses, counts = np.array(found, dtype=np.float64).T
@@ -610,21 +611,23 @@ def batch_mean(losses, counts, whole):
 
 
 def corpora(run, cfg):
-    """Zero-shot loss and perplexity on other corpora [TMM, 6.2], over the whole blocks of their val.bin: exact for the
-    file, with a standard error if fewer sequences are read."""
+    """Zero-shot loss and perplexity on other corpora [TMM, 6.2], over every whole block of their val.bin: exact for
+    the file, with standard errors (perplexity's to first order) if fewer sequences are read."""
     names = [name for name in comma_separated(cfg.datasets) if name]
     if not names:
         die(f"datasets is '{cfg.datasets}': name at least one")
     losses = {name: batch_mean(*losses_on(run, cfg, name)) for name in names}
-    ppl = {f"{name} ppl": math.exp(loss) if loss < 709 else math.inf for name, (loss, _) in losses.items()}
-    return ({name: loss for name, (loss, _) in losses.items()} | {f"{name} se": se for name, (_, se) in losses.items()}
-            | dict(mean=statistics.fmean(loss for loss, _ in losses.values()))
-            | ppl | {"mean ppl": statistics.fmean(ppl.values())})
+    ppl = {name: math.exp(loss) if loss < 709 else math.inf for name, (loss, _) in losses.items()}
+    found = losses | {f"{name} ppl": (ppl[name], ppl[name] * se if se else 0.0) for name, (_, se) in losses.items()}
+    for mean, of in (("mean", list(losses.values())), ("mean ppl", [found[f"{name} ppl"] for name in losses])):
+        found[mean] = statistics.fmean(u for u, _ in of), math.hypot(*(se for _, se in of)) / len(of)
+    return {name + end: u for name, pair in found.items() for end, u in zip(("", " se"), pair)}
 
 
 def draw_corpora(results):
     figure, (ax,) = panels("loss, nats per token", xlabel="")
-    names = [name for name in next(iter(results.values())) if f"{name} se" in next(iter(results.values()))]
+    found = next(iter(results.values()))
+    names = [name for name in found if f"{name} ppl" in found and name != "mean"]
     draw_bars(ax, *({run: {name: r[name + end] for name in names} for run, r in results.items()}
                     for end in ("", " se")))
     ax.legend(fontsize="small", loc="lower right")
@@ -664,7 +667,8 @@ def forgetting(run, cfg):
     for name, old, sign, gain in zip(("source", "target"), before, (1, -1), ("forgetting", "plasticity")):
         losses, counts, whole = losses_on(tuned, cfg, datasets[name == "target"])
         result[gain], result[f"{gain}_se"] = batch_mean(sign * (losses - old[0]), counts, whole)
-        result[f"{name}_before"], result[f"{name}_after"] = batch_mean(*old)[0], batch_mean(losses, counts, whole)[0]
+        for when, of in (("before", old), ("after", (losses, counts, whole))):
+            result[f"{name}_{when}"], result[f"{name}_{when}_se"] = batch_mean(*of)
     return result
 
 
@@ -1500,8 +1504,9 @@ def dry_run(runs, jobs, meta):
     times = [n * seconds[job.case] for n, job in zip(steps, jobs_left)]
     for job, n, time_ in zip(jobs_left, steps, times):
         print(f"{job}: {n:,} steps, {timedelta(seconds=int(time_))}")
-    print(f"{len(times)} runs, about {timedelta(seconds=int(sum(times) / jobs))} with {jobs} at once (without the "
-          "optimizer and evaluations)")
+    total = timedelta(seconds=int(sum(times) / jobs))
+    print(f"{len(times)} runs or more, if a grid of rates has to grow: about {total} with {jobs} at once, and what "
+          "starts, optimizer and evaluations take")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1619,6 +1624,9 @@ def gaussians(cfg):
     found = {}
     for name in ("first order", "conformal_euler"):
         path = itertools.islice(flow(name, attn, first[None], cfg, on_sphere=False), 0, None, max(1, cfg.steps // 4))
+        path = list(path)
+        if not all(X.isfinite().all() for X in path):
+            die(f"h is {cfg.h:g}: the particles of {name} diverge, name a smaller one")
         images = [(X, first @ torch.linalg.lstsq(first, X).solution) for X, in path]
         found[name] = [(i * max(1, cfg.steps // 4) * cfg.h, X, X.T @ X / len(X), (X - image).abs().max().item())
                        for i, (X, image) in enumerate(images)]

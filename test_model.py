@@ -1205,6 +1205,7 @@ def test_an_epoch_visits_every_block_once():
     x, y = data.batch(0, 4, torch.device("cpu"))
     assert x.tolist() == [list(range(s, s + 9)) for s in epochs[0][:4]] and torch.equal(y, x + 1)
     assert split(10, 9).offsets(0, 3) == [0, 0, 0] and split(11, 9).blocks == 1
+    assert sorted(split(109, 9, seed=None).offsets(0, 10)) == list(range(0, 100, 10))   # corpora: the whole file
 
 
 @pytest.mark.parametrize("sequences, batch_size, world, count, size", [
@@ -2105,6 +2106,8 @@ def test_a_published_checkpoint_becomes_a_run(capsys, monkeypatch):
     assert "no template has the scalars zeta" in start("")
     monkeypatch.setattr(huggingface_hub, "model_info", lambda *args, **_: (_ for _ in ()).throw(OSError("offline")))
     assert "cannot download vanilla_ts/best.pt of some/where (OSError: offline): connect" in start("")
+    for name in ("a//c", "..//x", "a/b/../c"):
+        assert "cannot download" in refused(capsys, T.hub_file, f"hub:{name}")
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args: "cached.pt")
     assert T.hub_file("hub:some/where/vanilla_ts/best.pt") == "cached.pt"
 
@@ -3063,7 +3066,8 @@ def test_a_dry_run_prints_the_runs_and_their_time(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()[-9:]
     assert lines[0].startswith("vanilla rates x0.5: 10 steps")
     assert lines[7].startswith("tmm:aux_init=zero seed 1: 30 steps")
-    assert re.match(r"8 runs, about \d+:\d\d:\d\d with 2 at once", lines[8]) and not Path("cmp/vanilla").exists()
+    assert re.match(r"8 runs or more, .*: about \d+:\d\d:\d\d with 2 at once", lines[8])
+    assert not Path("cmp/vanilla").exists()
 
 
 @slow
@@ -3080,6 +3084,11 @@ def test_a_comparison_is_drawn(monkeypatch):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # analyze: dynamics
+
+
+@slow
+def test_particles_that_diverge_are_refused(capsys, monkeypatch):
+    assert "h is 5: the particles of " in refused(capsys, analyze_here, monkeypatch, "dynamics --h=5 --plot=false")
 
 
 @slow

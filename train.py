@@ -121,7 +121,8 @@ def kept(f):
 
 class Split:
     """The token file of one split, cut into blocks of block_size + 1 tokens. Block number i of the training run is a
-    pure function of (seed, i): an epoch visits each block once in a seeded order, and starts at a seeded offset."""
+    pure function of (seed, i): an epoch visits each block once in a seeded order, and starts at a seeded offset, by
+    which the blocks may be one less. With seed None they are all that the file has, from its first token on."""
 
     def __init__(self, path, meta, block_size, seed):
         self.path, self.dtype, self.tokenizer_size = path, meta["dtype"], meta["tokenizer_size"]
@@ -130,12 +131,13 @@ class Split:
             self.file = open(path, "rb")                        # stays the same if the dataset is prepared anew
         self.bytes = os.fstat(self.file.fileno()).st_size
         self.size = self.bytes // np.dtype(self.dtype).itemsize
-        self.blocks = max(1, (self.size - block_size) // (block_size + 1))      # as many for every offset
+        room = 0 if seed is None else block_size                # as many blocks for every offset
+        self.blocks = max(1, (self.size - room) // (block_size + 1))
         self.order = functools.lru_cache(maxsize=2)(self._order)
 
     def _order(self, epoch):
-        rng = np.random.default_rng([self.seed, epoch])
-        offset = rng.integers(min(self.T, self.size - self.blocks * (self.T + 1)) + 1)
+        rng = np.random.default_rng([self.seed or 0, epoch])
+        offset = 0 if self.seed is None else rng.integers(min(self.T, self.size - self.blocks * (self.T + 1)) + 1)
         return offset + rng.permutation(self.blocks) * (self.T + 1)
 
     def offsets(self, first, count):
@@ -691,9 +693,11 @@ def hub_file(source):
         hub.model_info(repo, timeout=10)                        # fails at once, where a download tries for long
         return hub.hf_hub_download(repo, file)
     except Exception as e:                                      # its type depends on the HTTP library underneath
-        path = hub.try_to_load_from_cache(repo, file)
-        return path if isinstance(path, str) else die(
-            f"cannot download {file} of {repo} ({reason(e)}): connect to the network, or name a path")
+        path = None
+        with contextlib.suppress(ValueError):                   # no such name can be
+            path = hub.try_to_load_from_cache(repo, file)
+        return path if isinstance(path, str) else die(f"cannot download {file} of {repo} ({reason(e)}): connect to "
+                                                      "the network, mend the name, or name a path")
 
 
 # the names of [TMM]'s published checkpoints, and ours
