@@ -492,7 +492,8 @@ def entropy(run, cfg):
     layers = []
     for i, layer in enumerate(found):
         mean, se = mean_se(layer.mean(-1).tolist())
-        heads = {f"head_{h}": u for h, u in enumerate(layer.mean(0).tolist())}
+        heads = {f"head_{h}{end}": u for h, values in enumerate(layer.T.tolist())
+                 for end, u in zip(("", "_se"), mean_se(values))}
         layers.append(dict(layer=i, entropy=mean, entropy_se=se, **heads))
     mean, se = mean_se(found.mean(dim=(0, 2)).tolist())
     uniform = math.lgamma(T + 1) / T                            # the mean of log 1 ... log T
@@ -504,7 +505,7 @@ def draw_entropy(results):
     for (name, r), style in styled(results.items()):
         ax.plot([layer["entropy"] for layer in r["layers"]], markersize=4, label=name, **style)
         for layer in r["layers"]:
-            heads = [value for key, value in layer.items() if key.startswith("head_")]
+            heads = [value for key, value in layer.items() if re.fullmatch(r"head_\d+", key)]
             ax.plot([layer["layer"]] * len(heads), heads, **style | dict(linestyle="", markersize=3, alpha=0.35))
     for uniform in {r["uniform"] for r in results.values()}:
         ax.axhline(uniform, color="grey", linestyle=":", label="uniform")
@@ -1653,8 +1654,9 @@ def draw_dynamics(rates, energies, pictures, cfg):
                     **style | dict(marker=""))
             ax.plot(*X.T, **style | dict(linestyle="", markersize=2))
     axes[0].legend(fontsize="x-small", loc="lower left", bbox_to_anchor=(0, 1))
-    for ax in axes[1:]:
-        ax.legend(fontsize="x-small")
+    axes[1].legend(fontsize="x-small")
+    for ax in axes[2:]:
+        ax.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
